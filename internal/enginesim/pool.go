@@ -94,21 +94,19 @@ func (p *blockPool) store(id blockID, hash uint64) {
 // forget removes a block from the index.
 func (p *blockPool) forget(id blockID) {
 	b := &p.blocks[id]
-	b.cached = false
-
-	first := p.index.get(b.hash)
-	switch {
+	slot := p.index.find(b.hash)
+	switch first := p.index.slots[slot].id; {
 	case first != id:
 		for p.blocks[first].twin != id {
 			first = p.blocks[first].twin
 		}
 		p.blocks[first].twin = b.twin
 	case b.twin != nullBlock:
-		p.index.replace(b.hash, b.twin)
+		p.index.slots[slot].id = b.twin
 	default:
-		p.index.remove(b.hash)
+		p.index.remove(slot)
 	}
-	b.twin = nullBlock
+	b.cached, b.twin = false, nullBlock
 }
 
 // release takes one user away from each block of a sequence, tail first, so that
@@ -194,15 +192,12 @@ func (x *hashIndex) getOrPut(hash uint64, id blockID) blockID {
 	return slot.id
 }
 
-func (x *hashIndex) replace(hash uint64, id blockID) { x.slots[x.find(hash)].id = id }
-
-// remove deletes a hash that is present and moves later entries of the same probe
-// run up, so that no tombstones are needed.
-func (x *hashIndex) remove(hash uint64) {
-	hole := x.find(hash)
+// remove empties a slot and moves later entries of the same probe run up, so that
+// no tombstones are needed.
+func (x *hashIndex) remove(hole int) {
+	mask := len(x.slots) - 1
 	for i := x.next(hole); x.slots[i].id != nullBlock; i = x.next(i) {
 		home := x.home(x.slots[i].hash)
-		mask := len(x.slots) - 1
 		if (i-home)&mask >= (i-hole)&mask {
 			x.slots[hole] = x.slots[i]
 			hole = i
