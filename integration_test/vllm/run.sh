@@ -160,7 +160,7 @@ install() {
 require_installed() {
   check_platform
   choose_cuda
-  installed || unavailable "not installed in $cache; run $0 install"
+  installed || unavailable "no finished installation in $cache"
 }
 
 # ---- model: random weights, one byte of text is one token ----------------------------------------
