@@ -33,7 +33,9 @@ type Request struct {
 	// At is the arrival time since the start of the trace.
 	At time.Duration
 	// Think is the time from the record before it in the same session to this
-	// one; 0 for the first of a session and where there are no sessions.
+	// one; 0 for the first of a session and where there are no sessions. Recorded
+	// sessions do not say when an answer ended, so their think times hold the
+	// time that the answer took then.
 	Think time.Duration
 	// Session names the conversation; empty where the format has none.
 	Session string
