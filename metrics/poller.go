@@ -139,6 +139,10 @@ func NewPoller(config PollConfig, observe func(Scrape)) (*Poller, error) {
 func newRequest(address string, header http.Header) (*http.Request, error) {
 	u, err := url.Parse(address)
 	if err != nil {
+		// Leave out the URL, which url.Parse repeats with its password.
+		if parsing := new(url.Error); errors.As(err, &parsing) {
+			err = parsing.Err
+		}
 		return nil, fmt.Errorf("metrics URL: %w", err)
 	}
 	if u.Scheme != "http" && u.Scheme != "https" || u.Host == "" {
