@@ -1,3 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+
 // Package kvcache registers the caddy-kv-cache modules with Caddy. It is the
-// one import that xcaddy needs; what the modules do is told where they live.
+// one import that xcaddy needs; what the modules do is told where they live:
+// the load-balancing policies kv_cache_aware and prefix_hash in selection.
 package kvcache
+
+import (
+	// The load-balancing policies.
+	_ "github.com/seed-2fa47a1e/caddy-kv-cache/selection"
+)

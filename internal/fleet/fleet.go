@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+const (
+	// unseenFor is how long a replica that a dynamic source stopped naming is
+	// kept, so that a short absence does not cost its state.
+	unseenFor = 10 * time.Minute
+	// sweepEvery is how often such replicas are looked for.
+	sweepEvery = time.Minute
+)
+
+// Config is what a fleet needs to know besides its replicas.
+type Config struct {
+	// Name tells fleets apart in metrics and logs.
+	Name string
+	// Poll gives the settings for scraping the replica at a dial address, or
+	// false if it is not to be scraped. A nil Poll scrapes nothing.
+	Poll func(addr string) (metrics.PollConfig, bool)
+	// Interval is the time between scrapes.
+	Interval time.Duration
+	// Capacity is the KV cache assumed of a replica whose engine does not tell
+	// its own, in tokens. Default: 500,000.
+	Capacity int
+	// Logger may be nil.
+	Logger *zap.Logger
+}
+
+// Fleet is the set of replicas that one policy chooses from. It holds each of
+// them in the registry from the moment it first hears of it, and scrapes them
+// from Start to Stop.
+type Fleet struct {
+	Config
+	Registry *Registry
+
+	members atomic.Pointer[map[string]*member] // read-mostly; replaced whole
+
+	mu       sync.Mutex // guards changes of members and what follows
+	ctx      context.Context
+	cancel   context.CancelFunc
+	pollers  sync.WaitGroup
+	released bool
+
+	ratio atomic.Uint64 // bytes per token, as float bits
+	rate  atomic.Uint64 // mean prefill rate, as float bits
+}
+
+type member struct {
+	replica *Replica
+	static  bool
+	seen    atomic.Int64 // unix seconds of the last request whose pool named it
+	stop    context.CancelFunc
+}
+
+// New returns a fleet with the given static members. It opens no connection.
+func (g *Registry) New(cfg Config, addrs []string) *Fleet {
+	if cfg.Logger == nil {
+		cfg.Logger = zap.NewNop()
+	}
+	f := &Fleet{Config: cfg, Registry: g}
+	f.ratio.Store(math.Float64bits(DefaultBytesPerToken))
+	f.rate.Store(math.Float64bits(DefaultPrefillRate))
+	members := make(map[string]*member, len(addrs))
+	for _, a := range addrs {
+		if members[a] == nil {
+			members[a] = &member{replica: f.hold(a), static: true}
+		}
+	}
+	f.members.Store(&members)
+	return f
+}
+
+func (f *Fleet) hold(addr string) *Replica {
+	p := f.Registry.hold(addr)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if f.Interval > 0 {
+		p.assumed.staleAfter = max(3*f.Interval, 5*time.Second)
+	}
+	if f.Capacity > 0 {
+		p.assumed.capacity = float64(f.Capacity)
+		p.resize()
+	}
+	return p
+}
+
+// Start begins to scrape the members, now and later ones.
+func (f *Fleet) Start() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.ctx != nil || f.released {
+		return
+	}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
+	for _, m := range *f.members.Load() {
+		f.follow(m)
+	}
+	f.pollers.Go(func() { f.sweep(f.ctx) })
+}
+
+// Stop ends scraping and lets go of the replicas. Requests may still be chosen
+// for and finished afterwards: they see the state as it was.
+func (f *Fleet) Stop() {
+	f.mu.Lock()
+	if f.released {
+		f.mu.Unlock()
+		return
+	}
+	f.released = true
+	if f.cancel != nil {
+		f.cancel()
+	}
+	members := *f.members.Load()
+	f.mu.Unlock()
+	f.pollers.Wait()
+	for addr := range members {
+		f.Registry.release(addr)
+	}
+}
+
+// Replica returns the member at addr, which joins if it is new.
+func (f *Fleet) Replica(addr string, now time.Time) *Replica {
+	m := (*f.members.Load())[addr]
+	if m == nil {
+		m = f.join(addr, now)
+	}
+	if s := now.Unix(); !m.static && m.seen.Load() != s {
+		m.seen.Store(s)
+	}
+	return m.replica
+}
+
+func (f *Fleet) join(addr string, now time.Time) *member {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	old := *f.members.Load()
+	if m := old[addr]; m != nil {
+		return m
+	}
+	if f.released { // a straggler of a config that was replaced
+		return &member{replica: f.Registry.stray(addr)}
+	}
+	m := &member{replica: f.hold(addr)}
+	members := make(map[string]*member, len(old)+1)
+	for a, o := range old {
+		members[a] = o
+	}
+	members[addr] = m
+	m.seen.Store(now.Unix())
+	if len(old) > 0 {
+		m.replica.join(now)
+	}
+	f.members.Store(&members)
+	if f.ctx != nil {
+		f.follow(m)
+	}
+	f.Logger.Info("replica joined", zap.String("fleet", f.Name), zap.String("replica", addr))
+	return m
+}
+
+// follow starts the poller of one member. The caller holds f.mu.
+func (f *Fleet) follow(m *member) {
+	if f.Poll == nil {
+		return
+	}
+	cfg, ok := f.Poll(m.replica.Addr)
+	if !ok {
+		return
+	}
+	p, err := metrics.NewPoller(cfg, func(s metrics.Scrape) { f.Observe(m.replica, s, time.Now()) })
+	if err != nil {
+		f.Logger.Error("replica can't be polled", zap.String("fleet", f.Name), zap.String("replica", m.replica.Addr), zap.Error(err))
+		return
+	}
+	ctx, cancel := context.WithCancel(f.ctx)
+	m.stop = cancel
+	f.pollers.Go(func() { p.Run(ctx) })
+}
+
+// Observe takes in a scrape of a member.
+func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
+	changes := p.Observe(s, now)
+	f.lend()
+	for _, c := range changes {
+		f.Logger.Info("replica changed", zap.String("fleet", f.Name), zap.String("replica", p.Addr),
+			zap.String("fact", c.Fact), zap.String("from", c.Old), zap.String("to", c.New))
+	}
+}
+
+// lend works out the fleet's means and lends them to members that know no better.
+func (f *Fleet) lend() {
+	var rates, n, bytes, tokens float64
+	members := *f.members.Load()
+	for _, m := range members {
+		m.replica.mu.Lock()
+		if m.replica.rate.known() {
+			rates += m.replica.rate.perSecond(0)
+			n++
+		}
+		bytes += m.replica.text.bytes
+		tokens += m.replica.text.tokens
+		m.replica.mu.Unlock()
+	}
+	ratio, mean := float64(DefaultBytesPerToken), float64(DefaultPrefillRate)
+	if tokens > 0 {
+		ratio = bytes / tokens
+	}
+	if n > 0 {
+		mean = rates / n
+	}
+	f.ratio.Store(math.Float64bits(ratio))
+	f.rate.Store(math.Float64bits(mean))
+	for _, m := range members {
+		m.replica.mu.Lock()
+		m.replica.assumed.rate, m.replica.assumed.bytesPerToken = mean, ratio
+		m.replica.mu.Unlock()
+	}
+}
+
+// BytesPerToken is how many bytes of prompt text make one token, as learned
+// from the members' own counts.
+func (f *Fleet) BytesPerToken() float64 { return math.Float64frombits(f.ratio.Load()) }
+
+// Rate is the members' mean prefill rate, in uncached prompt tokens a second.
+func (f *Fleet) Rate() float64 { return math.Float64frombits(f.rate.Load()) }
+
+// Members lists the replicas in order of their address.
+func (f *Fleet) Members() []*Replica {
+	var out []*Replica
+	for _, m := range *f.members.Load() {
+		out = append(out, m.replica)
+	}
+	slices.SortFunc(out, func(a, b *Replica) int { return strings.Compare(a.Addr, b.Addr) })
+	return out
+}
+
+// Views lists what is exported of each member.
+func (f *Fleet) Views(now time.Time) []metrics.View {
+	members := f.Members()
+	views := make([]metrics.View, len(members))
+	for i, p := range members {
+		views[i] = p.view(now)
+		views[i].Fleet = f.Name
+	}
+	return views
+}
+
+func (f *Fleet) sweep(ctx context.Context) {
+	t := time.NewTicker(sweepEvery)
+	defer t.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case now := <-t.C:
+			f.dropUnseen(now)
+		}
+	}
+}
+
+// dropUnseen lets go of dynamic members that no pool named for a while.
+func (f *Fleet) dropUnseen(now time.Time) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.released {
+		return
+	}
+	old := *f.members.Load()
+	members := make(map[string]*member, len(old))
+	for addr, m := range old {
+		if m.static || now.Unix()-m.seen.Load() < int64(unseenFor/time.Second) {
+			members[addr] = m
+			continue
+		}
+		if m.stop != nil {
+			m.stop()
+		}
+		f.Registry.release(addr)
+		f.Logger.Info("replica left", zap.String("fleet", f.Name), zap.String("replica", addr))
+	}
+	if len(members) < len(old) {
+		f.members.Store(&members)
+	}
+}
+
+// join starts the warm-up of a replica that joined a fleet at work.
+func (p *Replica) join(now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.scrapes.Good == 0 && p.seq == 0 {
+		p.warm.start(now)
+	}
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import "time"
+
+// DefaultBytesPerToken is how many bytes of prompt text one token is assumed
+// to take until the engines' own counts tell: about right for English.
+const DefaultBytesPerToken = 4
+
+// textRatio learns how many bytes of prompt text make one token, from the text
+// of requests whose first token came between two scrapes and the engine's own
+// count of prompt tokens over the same time.
+type textRatio struct {
+	bytes, tokens float64
+}
+
+// textMemory is the number of tokens after which an older measurement counts
+// half.
+const textMemory = 500_000
+
+func (t *textRatio) observe(bytes, tokens float64) {
+	if bytes <= 0 || tokens <= 0 {
+		return
+	}
+	// One scrape can split a request's text from its tokens; what is beyond any
+	// tokenizer is such a split or another sender.
+	if r := bytes / tokens; r < 0.5 || r > 16 {
+		return
+	}
+	if t.tokens > textMemory {
+		t.bytes, t.tokens = t.bytes/2, t.tokens/2
+	}
+	t.bytes += bytes
+	t.tokens += tokens
+}
+
+// calibration compares the hits that we believed in with those that the engine
+// counted.
+type calibration struct {
+	believed, counted float64
+}
+
+const (
+	// calibrationMemory is the number of believed hit tokens after which an
+	// older comparison counts half: a few scrapes of a busy replica.
+	calibrationMemory = 200_000
+	// calibrationFloor is how many believed tokens it takes before the
+	// comparison says anything.
+	calibrationFloor = 20_000
+)
+
+func (c *calibration) observe(believed, counted float64) {
+	if c.believed > calibrationMemory {
+		c.believed, c.counted = c.believed/2, c.counted/2
+	}
+	c.believed += believed
+	c.counted += counted
+}
+
+// trust is the share of a believed hit that is worth counting on, 0..1.
+func (c *calibration) trust() float64 {
+	if c.believed < calibrationFloor {
+		return 1
+	}
+	return min(1, c.counted/c.believed)
+}
+
+// foreign notices requests of other senders: first tokens that we did not ask for.
+type foreign struct {
+	count float64
+	last  time.Time
+}
+
+const (
+	// foreignFor is how long other senders are reckoned with after the last
+	// sign of them.
+	foreignFor = 30 * time.Second
+	// foreignSlack is how many stray first tokens (a health probe, a request
+	// that outlived a Caddy restart) are not yet another sender.
+	foreignSlack = 3
+)
+
+func (f *foreign) add(n float64, now time.Time) {
+	if now.Sub(f.last) > foreignFor {
+		f.count = 0
+	}
+	f.count += n
+	f.last = now
+}
+
+func (f *foreign) now(now time.Time) bool {
+	return f.count > foreignSlack && now.Sub(f.last) <= foreignFor
+}
+
+// warmUp lets a replica that was not there a moment ago (new, restarted, back
+// from unhealthy) take on work gradually: two requests at first, and two more
+// for each that it has answered, until it has answered warmAfter.
+type warmUp struct {
+	cold    bool
+	answers int
+	since   time.Time
+}
+
+const (
+	warmAfter = 16
+	warmStep  = 2
+	// warmWithin ends a warm-up that got no traffic to prove itself by.
+	warmWithin = time.Minute
+	// recentStart is the age below which an engine's process is new.
+	recentStart = time.Minute
+)
+
+func (w *warmUp) start(now time.Time) { *w = warmUp{cold: true, since: now} }
+
+func (w *warmUp) finished() {
+	if !w.cold {
+		return
+	}
+	if w.answers++; w.answers >= warmAfter {
+		w.cold = false
+	}
+}
+
+// room is how many more requests may be sent with inFlight there already.
+func (w *warmUp) room(inFlight int, now time.Time) int {
+	const plenty = 1 << 30
+	if !w.cold || now.Sub(w.since) > warmWithin && inFlight == 0 {
+		return plenty
+	}
+	return warmStep + warmStep*w.answers - inFlight
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"time"
+)
+
+// A ledger counts what we sent to one replica and have not seen finished. It
+// is updated inside Select, before the next Select can look, so it is never
+// late; scrapes only correct it.
+//
+// The engine serves prefills first come, first served. So the number of
+// requests that have no first token yet tells which ones they are: the last
+// that many of those we sent. Two rules follow, and every correction below is
+// one of them: whatever finished, and all sent before it, is past its first
+// token; and with m requests without a first token at most the uncached tokens
+// of the last m sent are still waiting, and at least those of the last m-1.
+//
+// The methods are not safe for concurrent use; Replica holds the lock.
+type ledger struct {
+	waiting []*Reservation // sent, not known to be past their first token; oldest first
+	head    int            // waiting[:head] is spent
+
+	backlog float64   // uncached prompt tokens believed not yet prefilled
+	asOf    time.Time // when backlog was right
+
+	inFlight int     // sent and not released
+	footing  float64 // prompt tokens of those in flight: what they hold of the KV cache
+
+	sent uint64 // reservations ever made, minus those aborted before their first token
+	past uint64 // of those, known to be past their first token
+	// aborted while it was not known whether they had a first token
+	unsure uint64
+
+	passedBytes float64 // text bytes of those that got past it since the last scrape
+}
+
+// outcome tells how a request ended.
+type outcome uint8
+
+const (
+	finished outcome = iota // the engine answered
+	aborted                 // the client left, or the attempt failed
+)
+
+// add books a request that is about to be sent.
+func (l *ledger) add(r *Reservation, now time.Time, rate float64) {
+	l.drain(now, rate)
+	l.backlog += r.Uncached
+	l.inFlight++
+	l.footing += r.Prompt
+	l.sent++
+	l.waiting = append(l.waiting, r)
+}
+
+// drain lets the engine work off the backlog until now.
+func (l *ledger) drain(now time.Time, rate float64) {
+	if dt := now.Sub(l.asOf); dt > 0 {
+		l.backlog = max(0, l.backlog-rate*dt.Seconds())
+		l.asOf = now
+	}
+}
+
+// queue is the backlog at now, without changing anything.
+func (l *ledger) queue(now time.Time, rate float64) float64 {
+	return max(0, l.backlog-rate*max(0, now.Sub(l.asOf).Seconds()))
+}
+
+// remove books the end of a request. It must be called once per reservation.
+func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64) {
+	l.drain(now, rate)
+	l.inFlight--
+	l.footing -= r.Prompt
+	if l.inFlight == 0 {
+		l.footing = 0 // no drift from float sums
+	}
+	if r.past {
+		return
+	}
+	if how == finished {
+		l.passUpTo(r)
+		l.backlog = min(l.backlog, l.uncachedOfLast(len(l.waiting)))
+		return
+	}
+	// What is left of an aborted prefill is not worked off any more. The
+	// backlog lies in the last requests sent, so this one's part of it is what
+	// those behind it do not account for.
+	i := l.find(r)
+	if i < 0 {
+		return
+	}
+	behind := 0.0
+	for _, w := range l.waiting[i+1:] {
+		behind += w.Uncached
+	}
+	l.backlog -= min(r.Uncached, max(0, l.backlog-behind))
+	l.sent--
+	l.unsure++
+	l.waiting = append(l.waiting[:i], l.waiting[i+1:]...)
+	l.trim()
+}
+
+// find returns the place of r in waiting. Reservations are in order of seq.
+func (l *ledger) find(r *Reservation) int {
+	lo, hi := l.head, len(l.waiting)
+	for lo < hi {
+		mid := int(uint(lo+hi) >> 1)
+		if l.waiting[mid].seq < r.seq {
+			lo = mid + 1
+		} else {
+			hi = mid
+		}
+	}
+	if lo < len(l.waiting) && l.waiting[lo] == r {
+		return lo
+	}
+	return -1
+}
+
+// passUpTo notes that r and all sent before it have their first token.
+func (l *ledger) passUpTo(r *Reservation) {
+	for l.head < len(l.waiting) && l.waiting[l.head].seq <= r.seq {
+		l.pass()
+	}
+	l.trim()
+}
+
+// pass notes that the oldest waiting request has its first token.
+func (l *ledger) pass() {
+	r := l.waiting[l.head]
+	r.past = true
+	l.waiting[l.head] = nil
+	l.head++
+	l.past++
+	l.passedBytes += r.Bytes
+}
+
+// trim gives spent room at the head back, at a cost of O(1) per reservation.
+func (l *ledger) trim() {
+	switch {
+	case l.head == len(l.waiting):
+		l.waiting, l.head = l.waiting[:0], 0
+	case l.head > 32 && l.head > len(l.waiting)/2:
+		n := copy(l.waiting, l.waiting[l.head:])
+		clear(l.waiting[n:])
+		l.waiting, l.head = l.waiting[:n], 0
+	}
+}
+
+// unstarted is the number of our requests not known to be past their first token.
+func (l *ledger) unstarted() int { return len(l.waiting) - l.head }
+
+// uncachedOfLast sums the uncached tokens of the last m waiting requests.
+func (l *ledger) uncachedOfLast(m int) float64 {
+	sum := 0.0
+	for _, r := range l.waiting[max(l.head, len(l.waiting)-max(0, m)):] {
+		sum += r.Uncached
+	}
+	return sum
+}
+
+// clampTo corrects the backlog by the knowledge that exactly m of our requests
+// have no first token. lag is how many tokens the engine may have worked off
+// since that was true.
+func (l *ledger) clampTo(m int, lag float64) {
+	for l.unstarted() > m {
+		l.pass()
+	}
+	l.trim()
+	high := l.uncachedOfLast(m)
+	low := max(0, l.uncachedOfLast(m-1)-lag)
+	l.backlog = min(max(l.backlog, low), high)
+}
+
+// raiseTo corrects the backlog by the knowledge that at least m of our
+// requests wait without having been scheduled.
+func (l *ledger) raiseTo(m int, lag float64) {
+	l.backlog = max(l.backlog, l.uncachedOfLast(min(m, l.unstarted()))-lag)
+}

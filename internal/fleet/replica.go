@@ -1,0 +1,616 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+	"math"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/residency"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+const (
+	// DefaultCapacity is the KV cache size assumed of a replica that does not
+	// tell its own, in tokens.
+	DefaultCapacity = 500_000
+	// defaultBlockTokens is the engine block assumed until told, in tokens.
+	defaultBlockTokens = 16
+	// hangAfter is how long a replica with requests in flight may leave every
+	// counter where it was, on top of the time its queue explains.
+	hangAfter = 10 * time.Second
+	// failingFor is how long a replica is avoided after a failed attempt, and
+	// doubles with each further one up to failingMost.
+	failingFor  = time.Second
+	failingMost = 30 * time.Second
+)
+
+// Replica is one engine endpoint: all that is known of it, shared by every
+// policy and config generation that names its dial address. It is safe for
+// concurrent use, and no method does I/O.
+type Replica struct {
+	// Addr is the dial address, as written in the upstream.
+	Addr string
+	// ID is a hash of Addr, the same in every process.
+	ID uint64
+	// Slot is the replica's place in the registry's residency index.
+	Slot residency.Slot
+
+	registry *Registry
+	gone     atomic.Bool // its slot is not its own any more
+
+	mu sync.Mutex
+	ledger
+	rate       rate
+	calibrated calibration
+	text       textRatio
+	latest     *metrics.Snapshot // last good scrape, nil before the first
+	scrapes    ScrapeStats
+	seq        uint64
+
+	// first-token counter at which past would be zero; see firstTokens.
+	base      float64
+	baseKnown bool
+	foreign   foreign
+	// what the engine had running and waiting beyond our own at the last scrape
+	others      float64
+	otherTokens float64
+
+	predicted float64 // hit tokens believed of requests sent since the last scrape
+	lastBusy  bool
+
+	capacity     int     // blocks told to the residency index
+	assumed      assumed // what the fleet reckons with while nothing better is known
+	meanUncached float64 // of the requests sent here, moving average
+
+	moved     time.Time // when a counter last moved
+	idleSince time.Time // when the ledger last became empty, or the first request came
+	hung      bool
+	refused   bool
+
+	failures int
+	failing  time.Time // avoided until then
+
+	warm warmUp
+
+	drained bool // taken out by an operator
+}
+
+// assumed is what a fleet lends a replica whose own measurements are missing.
+type assumed struct {
+	rate          float64 // uncached prompt tokens a second
+	bytesPerToken float64
+	capacity      float64       // KV cache in tokens
+	staleAfter    time.Duration // age at which a scrape is not believed any more
+}
+
+// ScrapeStats counts what happened to a replica's scrapes.
+type ScrapeStats struct {
+	Good, Bad uint64
+	Last      time.Time // end of the last good one
+	Took      time.Duration
+	Err       error // of the last one, nil if it was good
+}
+
+// Free is how many tokens of KV cache are believed free, +Inf if the engine
+// does not tell its capacity.
+func (l Load) Free() float64 {
+	if l.Capacity <= 0 {
+		return math.Inf(1)
+	}
+	return l.Capacity - l.Used
+}
+
+// Reservation is one request sent to one replica: it counts in the ledger from
+// the choice until Release.
+type Reservation struct {
+	// Prompt, Uncached and Hit are the prompt's tokens, those believed to be
+	// computed, and those believed cached.
+	Prompt, Uncached, Hit float64
+	// Bytes is the length of the prompt text that Prompt was estimated from,
+	// zero if the tokens were given.
+	Bytes float64
+
+	replica *Replica
+	seq     uint64
+	sentAt  time.Time
+	past    bool
+	once    sync.Once
+}
+
+// Replica tells where the reservation was made.
+func (r *Reservation) Replica() *Replica { return r.replica }
+
+// Reserve books a request on the replica before it is sent. The caller fills
+// Prompt, Uncached, Hit and Bytes and must call exactly one of the
+// reservation's Finish and Abort when it ends.
+func (p *Replica) Reserve(r *Reservation, now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seq++
+	r.replica, r.seq, r.sentAt = p, p.seq, now
+	if p.inFlight == 0 {
+		p.idleSince = now
+	}
+	p.add(r, now, p.perSecond())
+	p.predicted += r.Hit
+	p.meanUncached += (r.Uncached - p.meanUncached) / 16
+}
+
+// Finish books that the engine answered. It is idempotent with Abort: the
+// first call counts.
+func (r *Reservation) Finish(now time.Time) { r.release(finished, now) }
+
+// Abort books that the request ended without an answer: the client left, or
+// the attempt failed.
+func (r *Reservation) Abort(now time.Time) { r.release(aborted, now) }
+
+func (r *Reservation) release(how outcome, now time.Time) {
+	r.once.Do(func() {
+		p := r.replica
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.remove(r, how, now, p.perSecond())
+		if how == finished {
+			p.failures = 0
+			p.failing = time.Time{}
+			p.moved = now
+			p.warm.finished()
+		}
+	})
+}
+
+// Failed notes that an attempt at the replica failed before any answer. It is
+// avoided for a while, longer with each failure in a row.
+func (p *Replica) Failed(now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.failures++
+	p.failing = now.Add(min(failingFor<<min(p.failures-1, 10), failingMost))
+	p.warm.start(now)
+}
+
+// Unavailable notes that Caddy holds the replica for unhealthy or full, so
+// that it warms up gradually when it comes back.
+func (p *Replica) Unavailable(now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.warm.start(now)
+}
+
+// Drain takes the replica out of the choice (true) or back in (false).
+func (p *Replica) Drain(out bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.drained = out
+	if !out {
+		p.warm.start(time.Time{})
+	}
+}
+
+// Holds notes that the replica was sent the prompt of a chain, and so will
+// hold its blocks.
+func (p *Replica) Holds(chain []uint64) {
+	if !p.gone.Load() {
+		p.registry.Index.Insert(p.Slot, chain)
+	}
+}
+
+// Lacks takes back Holds for the blocks of a chain from index from on: the
+// replica did not take the request.
+func (p *Replica) Lacks(chain []uint64, from int) {
+	if !p.gone.Load() {
+		p.registry.Index.Remove(p.Slot, chain, from)
+	}
+}
+
+// Matched picks the replica's own figure out of what Index.Match returned.
+func (p *Replica) Matched(blocks []int32) int {
+	if p.gone.Load() || int(p.Slot) >= len(blocks) {
+		return 0
+	}
+	return int(blocks[p.Slot])
+}
+
+// Forget drops everything believed about the replica's cache.
+func (p *Replica) Forget() {
+	if !p.gone.Load() {
+		p.registry.Index.Clear(p.Slot)
+	}
+}
+
+// perSecond is the learned prefill rate, or the mean of the others while this
+// replica's own is not known.
+func (p *Replica) perSecond() float64 { return p.rate.perSecond(p.assumed.rate) }
+
+// Avoid says why a replica should not be chosen while another can be.
+type Avoid uint8
+
+const (
+	Eligible Avoid = iota
+	Failing        // attempts failed a moment ago
+	Refused        // its port refuses connections
+	Hung           // requests in flight and no counter moves
+	Asleep         // the engine says so
+	Drained        // an operator took it out
+)
+
+var avoidNames = [...]string{"eligible", "failing", "refused", "hung", "asleep", "drained"}
+
+func (a Avoid) String() string { return avoidNames[a] }
+
+// Load is what a choice needs to know of a replica at one moment.
+type Load struct {
+	Avoid Avoid
+	// Queue is the number of uncached prompt tokens believed to wait for prefill.
+	Queue float64
+	// Rate is how many of them the replica prefills a second; RateKnown tells
+	// whether that was learned from this replica itself.
+	Rate      float64
+	RateKnown bool
+	// InFlight counts requests sent and not finished, others' included where
+	// the engine tells.
+	InFlight float64
+	// KVUsage is the engine's own figure (0..1), unknown when stale or absent.
+	KVUsage metrics.Fact
+	// Capacity is the KV cache in tokens, 0 when unknown; Used is how many of
+	// them requests in flight are believed to hold.
+	Capacity, Used float64
+	// BlockTokens is the engine's block.
+	BlockTokens float64
+	// Trust (0..1) is the share of believed hits that the engine confirms.
+	Trust float64
+	// Room is how many more requests a replica that warms up may get now;
+	// negative means it may get none. It is large for a warm one.
+	Room int
+}
+
+// Outstanding is the number of prompt tokens of our requests in flight.
+func (p *Replica) Outstanding() float64 {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.footing
+}
+
+// Avoided says why the replica should not be chosen while another can be.
+func (p *Replica) Avoided(now time.Time) Avoid {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.avoid(now)
+}
+
+// Load reads the replica's state at now.
+func (p *Replica) Load(now time.Time) Load {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r := p.perSecond()
+	l := Load{
+		Avoid:       p.avoid(now),
+		Queue:       p.queue(now, r) + p.otherTokens,
+		Rate:        r,
+		RateKnown:   p.rate.known(),
+		InFlight:    float64(p.inFlight) + p.others,
+		BlockTokens: defaultBlockTokens,
+		Trust:       p.calibrated.trust(),
+		Room:        p.warm.room(p.inFlight, now),
+		Used:        p.footing,
+	}
+	if s := p.fresh(now); s != nil {
+		l.KVUsage = s.KVUsage
+	}
+	if s := p.latest; s != nil {
+		if s.BlockTokens.Known && s.BlockTokens.Value >= 1 {
+			l.BlockTokens = s.BlockTokens.Value
+		}
+		if s.CapacityTokens.Known {
+			l.Capacity = s.CapacityTokens.Value
+		}
+		if s.PrefixCaching.Known && s.PrefixCaching.Value == 0 {
+			l.Trust = 0
+		}
+	}
+	if l.KVUsage.Known && l.Capacity > 0 {
+		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
+	}
+	return l
+}
+
+func (p *Replica) view(now time.Time) metrics.View {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r := p.perSecond()
+	v := metrics.View{
+		Replica:  p.Addr,
+		Good:     p.scrapes.Good,
+		Bad:      p.scrapes.Bad,
+		Age:      -1,
+		Snapshot: p.latest,
+		InFlight: float64(p.inFlight),
+		Queue:    p.queue(now, r),
+		Rate:     r,
+		Trust:    p.calibrated.trust(),
+		Eligible: p.avoid(now) == Eligible,
+	}
+	if p.latest != nil {
+		v.Age = now.Sub(p.scrapes.Last).Seconds()
+	}
+	if !p.gone.Load() {
+		v.Blocks = float64(p.registry.Index.Len(p.Slot))
+		v.Evictions = p.registry.Index.Evictions(p.Slot)
+	}
+	return v
+}
+
+func (p *Replica) avoid(now time.Time) Avoid {
+	switch {
+	case p.drained:
+		return Drained
+	case now.Before(p.failing):
+		return Failing
+	case p.refused:
+		return Refused
+	case p.hung:
+		return Hung
+	case p.latest != nil && p.latest.Asleep.Known && p.latest.Asleep.Value > 0:
+		return Asleep
+	}
+	return Eligible
+}
+
+// fresh is the last good scrape if it is young enough to be believed.
+func (p *Replica) fresh(now time.Time) *metrics.Snapshot {
+	if p.latest == nil || now.Sub(p.scrapes.Last) > p.assumed.staleAfter {
+		return nil
+	}
+	return p.latest
+}
+
+// Transition is a change worth one log line.
+type Transition struct {
+	Fact     string
+	Old, New string
+}
+
+// Observe takes in one scrape and returns what changed by it.
+func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var changes []Transition
+	note := func(fact, old, new string) {
+		if old != new {
+			changes = append(changes, Transition{fact, old, new})
+		}
+	}
+	wasErr, wasAvoid := errText(p.scrapes.Err), p.avoid(now)
+	p.scrapes.Err, p.scrapes.Took = s.Err, s.Duration
+	if s.Err != nil {
+		p.scrapes.Bad++
+		p.refused = errors.Is(s.Err, syscall.ECONNREFUSED)
+		if p.refused {
+			p.warm.start(now)
+		}
+		p.lastBusy = false
+		p.guardAgainstHang(now, false)
+		note("scrape", wasErr, errText(s.Err))
+		note("choice", wasAvoid.String(), p.avoid(now).String())
+		return changes
+	}
+	p.refused = false
+	p.scrapes.Good++
+	p.scrapes.Last = now
+	prev, next := p.latest, s.Snapshot
+	p.latest = next
+	note("scrape", wasErr, "")
+	if prev == nil {
+		note("engine", "", next.Engine.String())
+	} else {
+		note("engine", prev.Engine.String(), next.Engine.String())
+		if metrics.Restarted(prev, next) {
+			p.restart(now)
+			note("restart", "no", "yes")
+			prev = nil
+		}
+	}
+	if prev == nil && next.StartTime.Known && now.Sub(unix(next.StartTime.Value)) < recentStart {
+		p.warm.start(now)
+	}
+	p.learn(prev, next, s.Duration, now)
+	p.resize()
+	note("choice", wasAvoid.String(), p.avoid(now).String())
+	return changes
+}
+
+// restart forgets what a new process on the same address cannot know.
+func (p *Replica) restart(now time.Time) {
+	p.Forget()
+	p.baseKnown = false
+	p.calibrated = calibration{}
+	p.hung = false
+	p.moved = now
+	p.warm.start(now)
+}
+
+// learn corrects ledger, rate, text ratio and trust by what the engine counted
+// between two scrapes of one process. prev is nil for the first.
+func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now time.Time) {
+	perSecond := p.perSecond()
+	p.drain(now, perSecond)
+	p.guardAgainstHang(now, prev == nil || counted(prev, next))
+	worked := perSecond * lag.Seconds()
+
+	busy := false
+	p.firstTokens(next, worked, now)
+	if next.Waiting.Known {
+		// The engine's queue is shared by all senders; ours are at most so many.
+		ours := min(next.Waiting.Value, float64(p.unstarted()))
+		p.raiseTo(int(ours), worked)
+		busy = next.Waiting.Value >= 1
+	}
+	busy = busy || p.unstarted() > 0 && p.trustFirstTokens(next, now)
+	p.countOthers(next)
+
+	if prev != nil {
+		dt := next.At.Sub(prev.At).Seconds()
+		computed, told := uncachedBetween(prev, next)
+		if told && busy && p.lastBusy {
+			p.rate.observe(computed, dt)
+		}
+		if !p.foreign.now(now) {
+			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))
+			p.calibrated.observe(p.predicted, delta(prev.PrefixHits, next.PrefixHits))
+		}
+	}
+	p.lastBusy = busy
+	p.passedBytes, p.predicted = 0, 0
+}
+
+// firstTokens reads the engine's count of first tokens: with what we sent it
+// says how many of our requests have none yet. The engine counts other
+// senders' too; base is the count it had before any of ours, as far as that is
+// consistent: what we sent can have at most as many first tokens as requests,
+// and at least as many as we know of.
+func (p *Replica) firstTokens(s *metrics.Snapshot, worked float64, now time.Time) {
+	if !s.FirstTokens.Known {
+		return
+	}
+	count := s.FirstTokens.Value
+	if !p.baseKnown {
+		p.base, p.baseKnown = count-float64(p.past), true
+		return
+	}
+	ours := count - p.base
+	if extra := min(ours-float64(p.sent), float64(p.unsure)); extra > 0 {
+		// They had one after all.
+		p.sent += uint64(extra)
+		p.past += uint64(extra)
+	}
+	p.unsure = 0
+	switch {
+	case ours > float64(p.sent):
+		p.foreign.add(ours-float64(p.sent), now)
+		p.base = count - float64(p.sent)
+		ours = float64(p.sent)
+	case ours < float64(p.past):
+		p.base = count - float64(p.past)
+		ours = float64(p.past)
+	}
+	if p.foreign.now(now) {
+		return
+	}
+	p.clampTo(int(math.Round(float64(p.sent)-ours)), worked)
+}
+
+// trustFirstTokens tells whether the first-token counter speaks of our
+// requests alone.
+func (p *Replica) trustFirstTokens(s *metrics.Snapshot, now time.Time) bool {
+	return s.FirstTokens.Known && p.baseKnown && !p.foreign.now(now)
+}
+
+// countOthers estimates what the engine does for other senders.
+func (p *Replica) countOthers(s *metrics.Snapshot) {
+	p.others, p.otherTokens = 0, 0
+	if !s.Running.Known || !s.Waiting.Known {
+		return
+	}
+	// Gauges lag a step behind, so a request more or less is no other sender.
+	extra := s.Running.Value + s.Waiting.Value - float64(p.inFlight)
+	if extra <= 2 {
+		return
+	}
+	p.others = extra
+	if waiting := s.Waiting.Value - float64(p.unstarted()); waiting > 0 {
+		p.otherTokens = waiting * p.meanUncached
+	}
+}
+
+// guardAgainstHang notes a replica whose counters stand still although it has
+// work: its health endpoint and its metrics page may well answer.
+func (p *Replica) guardAgainstHang(now time.Time, counters bool) {
+	if counters {
+		p.moved = now
+	}
+	if p.inFlight == 0 {
+		p.hung = false
+		return
+	}
+	since := p.moved
+	if p.idleSince.After(since) {
+		since = p.idleSince
+	}
+	patience := hangAfter + time.Duration(2*p.backlog/p.perSecond()*float64(time.Second))
+	hung := now.Sub(since) > patience
+	if p.hung && !hung {
+		p.warm.start(now)
+	}
+	p.hung = hung
+}
+
+// resize tells the residency index how many text blocks the replica's KV cache
+// can hold.
+func (p *Replica) resize() {
+	tokens := p.assumed.capacity
+	if p.latest != nil && p.latest.CapacityTokens.Known {
+		tokens = p.latest.CapacityTokens.Value
+	}
+	blocks := max(1, int(tokens*p.assumed.bytesPerToken/prompt.BlockSize))
+	if d := blocks - p.capacity; d > p.capacity/50 || -d > p.capacity/50 {
+		p.capacity = blocks
+		if !p.gone.Load() {
+			p.registry.Index.SetCapacity(p.Slot, blocks)
+		}
+	}
+}
+
+// counted tells whether any counter that only work moves has moved.
+func counted(prev, next *metrics.Snapshot) bool {
+	for _, pair := range [...][2]metrics.Fact{
+		{prev.GenerationTokens, next.GenerationTokens},
+		{prev.PromptTokens, next.PromptTokens},
+		{prev.FirstTokens, next.FirstTokens},
+		{prev.Finished, next.Finished},
+		{prev.PrefixQueries, next.PrefixQueries},
+	} {
+		if pair[0].Known != pair[1].Known || pair[0].Value != pair[1].Value {
+			return true
+		}
+	}
+	// An engine without any of them can't be caught standing still.
+	return !next.GenerationTokens.Known && !next.PromptTokens.Known && !next.FirstTokens.Known
+}
+
+// uncachedBetween is how many prompt tokens the engine computed between two scrapes.
+func uncachedBetween(prev, next *metrics.Snapshot) (float64, bool) {
+	if next.ComputedPromptTokens.Known {
+		return delta(prev.ComputedPromptTokens, next.ComputedPromptTokens), true
+	}
+	if next.PromptTokens.Known && next.CachedPromptTokens.Known {
+		return delta(prev.PromptTokens, next.PromptTokens) - delta(prev.CachedPromptTokens, next.CachedPromptTokens), true
+	}
+	if next.PrefixQueries.Known && next.PrefixHits.Known {
+		return delta(prev.PrefixQueries, next.PrefixQueries) - delta(prev.PrefixHits, next.PrefixHits), true
+	}
+	return 0, false
+}
+
+func delta(prev, next metrics.Fact) float64 {
+	if !prev.Known || !next.Known {
+		return 0
+	}
+	return max(0, next.Value-prev.Value)
+}
+
+func errText(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+func unix(seconds float64) time.Time {
+	return time.Unix(0, int64(seconds*float64(time.Second)))
+}

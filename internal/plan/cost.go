@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package plan decides which replica serves a request, and when: the cost rule
+// and, above it, the schedule of requests that cannot start at once. It is
+// pure: facts and a clock go in, decisions come out, so that a replay runs it
+// in virtual time.
+package plan
+
+import "math"
+
+// Rule weighs what a choice costs. All costs are in prompt tokens, the unit in
+// which an engine's time is spent.
+type Rule struct {
+	// MatchWeight is what recomputing one token counts against one token of
+	// queue: more than 1, because recomputing delays everyone behind as well
+	// and displaces what others would hit.
+	MatchWeight float64
+	// PerRequest is what one request in flight counts, in tokens: sequences
+	// that decode slow every step.
+	PerRequest float64
+}
+
+// Default is the rule used when nothing is configured; docs/choice.md tells
+// where its figures come from.
+var Default = Rule{MatchWeight: 3, PerRequest: 500}
+
+// Candidate is one replica that could serve a request.
+type Candidate struct {
+	// Queue is the number of uncached prompt tokens that wait there.
+	Queue float64
+	// Uncached is how many tokens of this prompt would be computed there.
+	Uncached float64
+	// Need is the KV cache this request will take there, in tokens; Free how
+	// much there is, +Inf if unknown.
+	Need, Free float64
+	// InFlight counts the requests there.
+	InFlight float64
+	// Pace is the replica's prefill rate relative to the fleet's mean; 1 if
+	// unknown.
+	Pace float64
+	// KVFree is 1 - the engine's KV usage, and 1 where it is unknown.
+	KVFree float64
+	// Rendezvous orders replicas that cost the same: the highest wins. It is
+	// made from the prompt's leading part, so that equal prompts meet.
+	Rendezvous uint64
+
+	cost float64 // set by Choose
+}
+
+// Cost is what serving the request at c costs.
+func (r Rule) Cost(c *Candidate) float64 {
+	pressure := max(0, c.Need-c.Free)
+	cost := c.Queue + r.MatchWeight*c.Uncached + r.PerRequest*c.InFlight + pressure
+	return cost / c.Pace
+}
+
+const (
+	// Below this difference in cost, in tokens and as a share, two replicas
+	// cost the same.
+	tieTokens = 16
+	tieShare  = 1.0 / 256
+	// kvStep is the difference in free KV cache that decides a tie; below it
+	// the rendezvous order does.
+	kvStep = 0.05
+)
+
+// Choose returns the index of the cheapest candidate and its cost, or -1 if
+// there is none. Ties, normal on an idle fleet, go to the most free KV cache
+// and then to the rendezvous order, never to the first in the list.
+func (r Rule) Choose(cs []Candidate) (best int, cost float64) {
+	least := math.Inf(1)
+	for i := range cs {
+		cs[i].cost = r.Cost(&cs[i])
+		least = min(least, cs[i].cost)
+	}
+	tied := least + tieTokens + tieShare*least
+	freest := math.Inf(-1)
+	for i := range cs {
+		if cs[i].cost <= tied {
+			freest = max(freest, cs[i].KVFree)
+		}
+	}
+	best = -1
+	for i := range cs {
+		c := &cs[i]
+		if c.cost > tied || c.KVFree < freest-kvStep {
+			continue
+		}
+		if best < 0 || c.Rendezvous > cs[best].Rendezvous {
+			best, cost = i, c.cost
+		}
+	}
+	return best, cost
+}

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package selection
+
+import (
+	"net/http"
+	"strconv"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
+	"github.com/dustin/go-humanize"
+)
+
+// UnmarshalCaddyfile sets up the policy from Caddyfile tokens. Syntax:
+//
+//	lb_policy kv_cache_aware {
+//		name             <name>
+//		match_weight     <factor>
+//		request_cost     <tokens>
+//		kv_capacity      <tokens>
+//		max_body         <size>
+//		pin_header       <field>
+//		fallback         <policy>
+//		metrics_off
+//		metrics_uri      <path>
+//		metrics_port     <port>
+//		metrics_scheme   http|https
+//		metrics_interval <duration>
+//		metrics_timeout  <duration>
+//		metrics_headers {
+//			<field> [<values...>]
+//		}
+//	}
+func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+	d.Next() // consume policy name
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	seen := make(options)
+	for d.NextBlock(0) {
+		if err := seen.add(d); err != nil {
+			return err
+		}
+		var err error
+		switch d.Val() {
+		case "name":
+			err = parse(d, &p.Name, text)
+		case "match_weight":
+			err = parse(d, &p.MatchWeight, positiveFloat)
+		case "request_cost":
+			err = parse(d, &p.RequestCost, positiveFloat)
+		case "kv_capacity":
+			err = parse(d, &p.KVCapacity, positiveInt)
+		case "max_body":
+			err = parse(d, &p.MaxBody, size)
+		case "pin_header":
+			err = parse(d, &p.PinHeader, text)
+		case "fallback":
+			err = unmarshalFallback(d, &p.FallbackRaw)
+		default:
+			if p.Metrics == nil {
+				p.Metrics = new(Polling)
+			}
+			err = p.Metrics.unmarshalOption(d)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// UnmarshalCaddyfile sets up the policy from Caddyfile tokens. Syntax:
+//
+//	lb_policy prefix_hash {
+//		name        <name>
+//		prefix      <size>
+//		header      <field>
+//		load_factor <factor>
+//		slack       <tokens>
+//		seed        <text>
+//		max_body    <size>
+//		fallback    <policy>
+//	}
+func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
+	d.Next() // consume policy name
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	seen := make(options)
+	for d.NextBlock(0) {
+		if err := seen.add(d); err != nil {
+			return err
+		}
+		var err error
+		switch d.Val() {
+		case "name":
+			err = parse(d, &p.Name, text)
+		case "prefix":
+			err = parse(d, &p.Prefix, size)
+		case "header":
+			err = parse(d, &p.Header, text)
+		case "load_factor":
+			err = parse(d, &p.LoadFactor, positiveFloat)
+		case "slack":
+			err = parse(d, &p.Slack, positiveInt)
+		case "seed":
+			err = parse(d, &p.Seed, text)
+		case "max_body":
+			err = parse(d, &p.MaxBody, size)
+		case "fallback":
+			err = unmarshalFallback(d, &p.FallbackRaw)
+		default:
+			err = d.Errf("unrecognized option '%s'", d.Val())
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *Polling) unmarshalOption(d *caddyfile.Dispenser) error {
+	switch d.Val() {
+	case "metrics_off":
+		if d.NextArg() {
+			return d.ArgErr()
+		}
+		p.Off = true
+		return nil
+	case "metrics_uri":
+		return parse(d, &p.URI, text)
+	case "metrics_port":
+		return parse(d, &p.Port, positiveInt)
+	case "metrics_scheme":
+		return parse(d, &p.Scheme, text)
+	case "metrics_interval":
+		return parse(d, &p.Interval, duration)
+	case "metrics_timeout":
+		return parse(d, &p.Timeout, duration)
+	case "metrics_headers":
+		if d.NextArg() {
+			return d.ArgErr()
+		}
+		p.Headers = make(http.Header)
+		for nesting := d.Nesting(); d.NextBlock(nesting); {
+			field, values := d.Val(), d.RemainingArgs()
+			if len(values) == 0 {
+				values = []string{""}
+			}
+			p.Headers[http.CanonicalHeaderKey(field)] = append(p.Headers.Values(field), values...)
+		}
+		return nil
+	}
+	return d.Errf("unrecognized option '%s'", d.Val())
+}
+
+// options notes which options a block has, so that none is given twice.
+type options map[string]bool
+
+func (o options) add(d *caddyfile.Dispenser) error {
+	if o[d.Val()] {
+		return d.Errf("%s already specified", d.Val())
+	}
+	o[d.Val()] = true
+	return nil
+}
+
+// parse reads the one argument of an option.
+func parse[T any](d *caddyfile.Dispenser, into *T, read func(string) (T, string)) error {
+	option := d.Val()
+	if !d.NextArg() {
+		return d.ArgErr()
+	}
+	v, wanted := read(d.Val())
+	if wanted != "" {
+		return d.Errf("%s is '%s', but must be %s", option, d.Val(), wanted)
+	}
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	*into = v
+	return nil
+}
+
+// The readers below return what they read, or else what they wanted.
+
+func text(s string) (string, string) {
+	if s == "" {
+		return "", "given"
+	}
+	return s, ""
+}
+
+func positiveFloat(s string) (float64, string) {
+	f, err := strconv.ParseFloat(s, 64)
+	if err != nil || !(f > 0 && f < 1e12) {
+		return 0, "a positive number"
+	}
+	return f, ""
+}
+
+func positiveInt(s string) (int, string) {
+	n, err := strconv.Atoi(s)
+	if err != nil || n <= 0 {
+		return 0, "a positive whole number"
+	}
+	return n, ""
+}
+
+func size(s string) (int64, string) {
+	n, err := humanize.ParseBytes(s)
+	if err != nil || n == 0 || n > 1<<40 {
+		return 0, "a positive size, such as 4MiB"
+	}
+	return int64(n), ""
+}
+
+func duration(s string) (caddy.Duration, string) {
+	d, err := caddy.ParseDuration(s)
+	if err != nil || d <= 0 {
+		return 0, "a positive duration, such as 1s"
+	}
+	return caddy.Duration(d), ""
+}
+
+// Interface guards
+var (
+	_ caddyfile.Unmarshaler = (*KVCacheAware)(nil)
+	_ caddyfile.Unmarshaler = (*PrefixHash)(nil)
+)

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package selection
+
+import (
+	"fmt"
+	"net/http"
+	"slices"
+	"strconv"
+	"sync/atomic"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"go.uber.org/zap"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+// defaultMaxBody is how much of a body is looked at.
+const defaultMaxBody = 4 << 20
+
+// core is what both policies are built on: the fleet they choose from, and the
+// way of a request from its body to a booked attempt.
+type core struct {
+	policy  string
+	key     string // of the decision among the request's variables
+	fleet   *fleet.Fleet
+	logger  *zap.Logger
+	outlook outlook
+	poll    *pollSettings
+	dynamic bool // upstreams are new objects at every request
+	known   atomic.Pointer[knownPool]
+	counts  *metrics.Decisions
+	unwatch func()
+}
+
+type coreConfig struct {
+	policy     string
+	name       string
+	maxBody    int64
+	kvCapacity int
+	polling    *Polling // nil: no polling
+	seed       uint64
+}
+
+// policies numbers the policies of this process, so that each keeps its
+// decisions under a key of its own.
+var policies atomic.Uint64
+
+func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
+	c.policy = cfg.policy
+	c.logger = ctx.Logger()
+	c.key = "kv_cache.decision." + strconv.FormatUint(policies.Add(1), 10)
+	c.outlook = outlook{limit: defaultMaxBody, seed: cfg.seed}
+	if cfg.maxBody > 0 {
+		c.outlook.limit = int(cfg.maxBody)
+	}
+	handler := parent(ctx)
+	c.dynamic = handler != nil && handler.DynamicUpstreamsRaw != nil
+	settings := fleet.Config{Logger: c.logger, Capacity: cfg.kvCapacity}
+	if cfg.polling != nil {
+		poll, err := cfg.polling.settings(ctx, handler)
+		if err != nil {
+			return err
+		}
+		c.poll = poll
+		settings.Poll, settings.Interval = poll.target, time.Duration(cfg.polling.Interval)
+	}
+	app, err := theApp(ctx)
+	if err != nil {
+		return err
+	}
+	settings.Name = app.uniqueName(cfg.name)
+	if err := metrics.Register(ctx.GetMetricsRegistry()); err != nil {
+		return fmt.Errorf("registering metrics: %v", err)
+	}
+	c.fleet = fleet.Process.New(settings, staticAddrs(handler))
+	c.counts = metrics.NewDecisions(settings.Name, c.policy, reasons)
+	c.unwatch = metrics.Watch(func() []metrics.View { return c.fleet.Views(time.Now()) })
+	app.add(c.fleet)
+	return nil
+}
+
+func (c *core) cleanup() error {
+	if c.fleet != nil {
+		c.fleet.Stop()
+		c.counts.Close()
+		c.unwatch()
+	}
+	c.poll.close()
+	return nil
+}
+
+// parent is the reverse_proxy handler that the policy belongs to, nil if it
+// stands alone. At this time its upstreams are decoded, but not provisioned.
+func parent(ctx caddy.Context) *reverseproxy.Handler {
+	modules := ctx.Modules()
+	for i := len(modules) - 1; i >= 0; i-- {
+		if h, ok := modules[i].(*reverseproxy.Handler); ok {
+			return h
+		}
+	}
+	return nil
+}
+
+// staticAddrs lists the dial addresses that are known before any request.
+func staticAddrs(h *reverseproxy.Handler) []string {
+	if h == nil {
+		return nil
+	}
+	addrs := make([]string, 0, len(h.Upstreams))
+	for _, u := range h.Upstreams {
+		addrs = append(addrs, u.Dial)
+	}
+	return addrs
+}
+
+// decide returns the request's decision and whether this is its first attempt.
+func (c *core) decide(r *http.Request) (*decision, bool) {
+	d, first := decisionOf(r, c.key, c.outlook)
+	if first {
+		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
+			repl.Map(d.placeholder)
+		}
+	}
+	return d, first
+}
+
+// send books the attempt and counts the decision.
+func (c *core) send(d *decision, a *attempt, start time.Time) {
+	d.send(a, start)
+	c.counts.Count(string(a.reason), a.Prompt, a.Hit, time.Since(start))
+}
+
+func (c *core) none(start time.Time) {
+	c.counts.Count(string(ReasonNone), 0, 0, time.Since(start))
+}
+
+// fallBack lets the fallback policy choose among the replicas that this
+// request has not tried.
+func (c *core) fallBack(fallback reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, start time.Time) *reverseproxy.Upstream {
+	fresh := pool
+	if d.latest() != nil {
+		fresh = make(reverseproxy.UpstreamPool, 0, len(pool))
+		for i, u := range pool {
+			if !d.tried(c.replica(pool, i, start)) {
+				fresh = append(fresh, u)
+			}
+		}
+	}
+	u := fallback.Select(fresh, r, w)
+	if u == nil && len(fresh) < len(pool) {
+		u = fallback.Select(pool, r, w)
+	}
+	if u == nil {
+		c.none(start)
+		return nil
+	}
+	c.send(d, &attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason}, start)
+	return u
+}
+
+// knownPool remembers which replica each upstream of a static pool is. Dynamic
+// pools have new upstreams at every request, and go by address.
+type knownPool struct {
+	upstreams reverseproxy.UpstreamPool
+	replicas  []*fleet.Replica
+}
+
+// replica returns the replica of pool[i].
+func (c *core) replica(pool reverseproxy.UpstreamPool, i int, now time.Time) *fleet.Replica {
+	k := c.known.Load()
+	if k == nil && !c.dynamic {
+		k = c.remember(pool, now)
+	}
+	if k != nil && i < len(k.upstreams) && k.upstreams[i] == pool[i] {
+		return k.replicas[i]
+	}
+	return c.fleet.Replica(pool[i].String(), now)
+}
+
+func (c *core) remember(pool reverseproxy.UpstreamPool, now time.Time) *knownPool {
+	k := &knownPool{upstreams: slices.Clone(pool), replicas: make([]*fleet.Replica, len(pool))}
+	for i, u := range pool {
+		k.replicas[i] = c.fleet.Replica(u.String(), now)
+	}
+	c.known.Store(k)
+	return k
+}
+
+// tokens is the length of the prompt that is followed.
+func (c *core) tokens(p *prompt.Prompt) float64 {
+	if p.Tokens > 0 {
+		return float64(p.Tokens)
+	}
+	return max(1, float64(p.Bytes)/c.fleet.BytesPerToken())
+}
+
+// extraTokens is the length of further prompts in the same request.
+func (c *core) extraTokens(p *prompt.Prompt) float64 {
+	if p.Tokens > 0 {
+		return float64(p.Extra) / tokenIDBytes
+	}
+	return float64(p.Extra) / c.fleet.BytesPerToken()
+}
+
+// tokensPerBlock is how many tokens one block of the chain stands for.
+func (c *core) tokensPerBlock(p *prompt.Prompt) float64 {
+	if p.Tokens > 0 {
+		return prompt.BlockSize / tokenIDBytes
+	}
+	return prompt.BlockSize / c.fleet.BytesPerToken()
+}
+
+// tokenIDBytes is the room that a token id takes in the chain.
+const tokenIDBytes = 4
+
+// textBytes is the text whose token count the engine will tell, 0 if the
+// request has token ids.
+func textBytes(p *prompt.Prompt) float64 {
+	if p.Tokens > 0 {
+		return 0
+	}
+	return float64(p.Bytes + p.Extra)
+}

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package selection
+
+import (
+	"context"
+	"io"
+	"mime"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+)
+
+// decision is what one policy knows of one request. It is made at the first
+// Select and reused by every retry, so that a retry neither reads the body
+// again nor goes where an attempt has failed already.
+type decision struct {
+	prompt prompt.Prompt
+	reason Reason // why there is no prompt; empty if there is one
+	body   *body  // nil if the body was left alone
+
+	mu       sync.Mutex // the request's end comes on another goroutine
+	over     bool
+	attempts []*attempt
+}
+
+// attempt is one choice made for a request.
+type attempt struct {
+	fleet.Reservation
+
+	replica *fleet.Replica
+	matched int // blocks believed held there
+	reason  Reason
+	tokens  float64 // of the prompt
+	hit     float64 // of them believed cached
+}
+
+// outlook says how a decision reads a request.
+type outlook struct {
+	limit int    // bytes of body to look at
+	seed  uint64 // of the block chain
+}
+
+// scratch prompts are read into, so that finding the chain's length costs no
+// allocation; a decision keeps a copy of the exact size.
+var scratch = sync.Pool{New: func() any { return new(prompt.Prompt) }}
+
+// decisionOf returns the request's decision, which it makes from the request's
+// body if this is the first attempt. key tells policies of one request apart.
+func decisionOf(r *http.Request, key string, o outlook) (d *decision, first bool) {
+	ctx := r.Context()
+	if d, ok := caddyhttp.GetVar(ctx, key).(*decision); ok {
+		if d.body != nil {
+			r.Body = d.body.attempt()
+		}
+		return d, false
+	}
+	d = new(decision)
+	d.reason = d.read(r, o)
+	if vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any); ok {
+		vars[key] = d
+	}
+	context.AfterFunc(ctx, func() { d.end(ctx) })
+	return d, true
+}
+
+// read peeks at the body and finds the prompt in it, or the reason why not.
+func (d *decision) read(r *http.Request, o outlook) Reason {
+	api := prompt.APIOf(r.URL.Path)
+	switch {
+	case r.Body == nil || r.Body == http.NoBody:
+		return ReasonNoBody
+	case !api.Prefills():
+		return ReasonNoPrompt
+	case caddyhttp.IsIncremental(r.Header):
+		return ReasonIncremental
+	case encoded(r.Header):
+		return ReasonEncoded
+	case !mayBeJSON(r.Header.Get("Content-Type")):
+		return ReasonNotJSON
+	}
+	b, whole := peek(r, o.limit)
+	d.body = b
+	if b.err != nil && b.err != io.EOF {
+		return ReasonBodyError
+	}
+	p := scratch.Get().(*prompt.Prompt)
+	defer scratch.Put(p)
+	if fault := p.Read(api, b.head, whole, o.seed); fault != prompt.None {
+		return ofFault(fault)
+	}
+	d.prompt = *p
+	d.prompt.Chain = slices.Clone(p.Chain)
+	return ""
+}
+
+// encoded tells whether the body is compressed. Engines answer such a request
+// with an error, so there is nothing to gain from decoding it here.
+func encoded(h http.Header) bool {
+	e := h.Get("Content-Encoding")
+	return e != "" && !strings.EqualFold(e, "identity")
+}
+
+// mayBeJSON leaves out what surely is something else: uploads and media.
+func mayBeJSON(contentType string) bool {
+	if contentType == "" || contentType == "application/json" {
+		return true
+	}
+	kind, _, err := mime.ParseMediaType(contentType)
+	if err != nil {
+		return true
+	}
+	family, _, _ := strings.Cut(kind, "/")
+	switch family {
+	case "multipart", "audio", "video", "image", "font":
+		return false
+	}
+	return kind != "application/octet-stream"
+}
+
+// tried tells whether an attempt of this request went to the replica.
+func (d *decision) tried(p *fleet.Replica) bool {
+	for _, a := range d.attempts {
+		if a.replica == p {
+			return true
+		}
+	}
+	return false
+}
+
+// latest is the current attempt, nil before the first.
+func (d *decision) latest() *attempt {
+	if len(d.attempts) == 0 {
+		return nil
+	}
+	return d.attempts[len(d.attempts)-1]
+}
+
+// retract books that the latest attempt failed: its replica does not hold the
+// prompt, and is avoided for a while.
+func (d *decision) retract(now time.Time) {
+	a := d.latest()
+	if a == nil {
+		return
+	}
+	a.Abort(now)
+	a.replica.Failed(now)
+	a.replica.Lacks(d.prompt.Chain, a.matched)
+}
+
+// send books the choice of a replica.
+func (d *decision) send(a *attempt, now time.Time) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	a.replica.Reserve(&a.Reservation, now)
+	d.attempts = append(d.attempts, a)
+	if d.over { // the client left while we chose
+		a.Abort(now)
+		return
+	}
+	a.replica.Holds(d.prompt.Chain)
+}
+
+// end books the end of the request, whose context is done: the response has
+// been sent, or the client has left.
+func (d *decision) end(ctx context.Context) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.over = true
+	now := time.Now()
+	if a := d.latest(); a != nil {
+		switch status, done := outcomeOf(ctx); {
+		case status >= 400:
+			// The engine refused it and computed nothing.
+			a.Abort(now)
+			a.replica.Lacks(d.prompt.Chain, a.matched)
+		case done:
+			a.Finish(now)
+		default:
+			a.Abort(now)
+		}
+	}
+	if d.body != nil {
+		d.body.finish()
+	}
+}
+
+// outcomeOf reads from the request's placeholders how the proxy got on: the
+// status the replica answered with, 0 if it did not answer, and whether its
+// answer was sent on to the end.
+func outcomeOf(ctx context.Context) (status int, done bool) {
+	repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
+	if !ok {
+		return 0, false
+	}
+	if v, ok := repl.Get("http.reverse_proxy.status_code"); ok {
+		status, _ = v.(int)
+	}
+	if v, ok := repl.Get("http.reverse_proxy.upstream.duration"); ok && v != nil {
+		done = true
+	}
+	return status, done
+}
+
+// placeholder serves {http.reverse_proxy.kv_cache.*}.
+func (d *decision) placeholder(key string) (any, bool) {
+	name, ok := strings.CutPrefix(key, "http.reverse_proxy.kv_cache.")
+	if !ok {
+		return nil, false
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	a := d.latest()
+	if a == nil {
+		return nil, false
+	}
+	switch name {
+	case "replica":
+		return a.replica.Addr, true
+	case "reason":
+		return string(a.reason), true
+	case "prompt_tokens":
+		return int(a.tokens), true
+	case "matched_tokens":
+		return int(a.hit), true
+	}
+	return nil, false
+}

@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package selection
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+	"github.com/cespare/xxhash/v2"
+	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+)
+
+func init() {
+	caddy.RegisterModule(new(PrefixHash))
+}
+
+const (
+	defaultLoadFactor = 1.25
+	defaultSlack      = 32_000
+	// defaultSeed starts the chains of every prefix_hash that has no seed of
+	// its own, so that all Caddys agree.
+	defaultSeed = "caddy-kv-cache prefix_hash 1"
+)
+
+// PrefixHash is a policy that sends prompts with the same leading part to the
+// same replica, by rendezvous hashing. It decides from the request alone: it
+// polls nothing, and several Caddys with the same configuration agree without
+// talking to each other. When replicas come or go, only the prompts whose home
+// that is move.
+//
+// A home that has far more tokens outstanding than the others is passed over
+// for the next in the prompt's own order, which so becomes its stable second
+// home.
+type PrefixHash struct {
+	// The name of this group of upstreams in metrics, logs and the admin API.
+	// Default: "default", and a number after it where several policies have no name.
+	Name string `json:"name,omitempty"`
+
+	// How much of the prompt's text makes the key, in bytes. Default: it adapts.
+	// The key begins at the first kilobyte, and is taken deeper where so many
+	// requests share it that they would overload one replica: past a common
+	// system prompt, up to the end of the first user message.
+	Prefix int64 `json:"prefix,omitempty"`
+
+	// A request header whose value is the key where it is present.
+	Header string `json:"header,omitempty"`
+
+	// How many times the mean of outstanding prompt tokens a replica may have
+	// before the next one in order is taken. Default: 1.25.
+	LoadFactor float64 `json:"load_factor,omitempty"`
+
+	// How many prompt tokens above the mean a replica may have outstanding in
+	// any case. Default: 32000.
+	Slack int `json:"slack,omitempty"`
+
+	// Text that goes into every key. Caddys that shall agree need the same;
+	// with a secret one nobody outside can tell which prompts meet.
+	// Default: a constant.
+	Seed string `json:"seed,omitempty"`
+
+	// How many bytes of a request's body are looked at, at most.
+	// Default: 4MiB.
+	MaxBody int64 `json:"max_body,omitempty"`
+
+	// The policy that decides on requests without a prompt. Default: `least_conn`.
+	FallbackRaw json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.reverse_proxy.selection_policies inline_key=policy"`
+	fallback    reverseproxy.Selector
+
+	core
+	depths  *depths
+	scratch sync.Pool // *[]home
+}
+
+// CaddyModule returns the Caddy module information.
+func (*PrefixHash) CaddyModule() caddy.ModuleInfo {
+	return caddy.ModuleInfo{
+		ID:  "http.reverse_proxy.selection_policies.prefix_hash",
+		New: func() caddy.Module { return new(PrefixHash) },
+	}
+}
+
+// Provision sets up the policy.
+func (p *PrefixHash) Provision(ctx caddy.Context) error {
+	if p.LoadFactor == 0 {
+		p.LoadFactor = defaultLoadFactor
+	}
+	if p.Slack == 0 {
+		p.Slack = defaultSlack
+	}
+	seed := caddy.NewReplacer().ReplaceKnown(p.Seed, "")
+	if seed == "" {
+		seed = defaultSeed
+	}
+	p.depths = newDepths(p.Prefix)
+	var err error
+	if p.fallback, err = loadFallback(ctx, p, &p.FallbackRaw); err != nil {
+		return err
+	}
+	return p.core.provision(ctx, coreConfig{
+		policy:  "prefix_hash",
+		name:    p.Name,
+		maxBody: p.MaxBody,
+		seed:    xxhash.Sum64String(seed),
+	})
+}
+
+// Validate checks the options.
+func (p *PrefixHash) Validate() error {
+	switch {
+	case p.LoadFactor < 1:
+		return fmt.Errorf("load_factor is %v, but must be at least 1", p.LoadFactor)
+	case p.Slack < 0:
+		return fmt.Errorf("slack is %d tokens, but can't be negative", p.Slack)
+	case p.Prefix < 0:
+		return fmt.Errorf("prefix is %d bytes, but can't be negative", p.Prefix)
+	case p.MaxBody < 0:
+		return fmt.Errorf("max_body is %d bytes, but can't be negative", p.MaxBody)
+	}
+	return nil
+}
+
+// Cleanup lets go of the replicas.
+func (p *PrefixHash) Cleanup() error { return p.core.cleanup() }
+
+// home is one replica that a prompt could live at.
+type home struct {
+	upstream *reverseproxy.Upstream
+	replica  *fleet.Replica
+	order    uint64  // the highest is the prompt's home
+	load     float64 // prompt tokens outstanding
+}
+
+// Select returns the upstream for the request, or nil if none is available.
+func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) *reverseproxy.Upstream {
+	start := time.Now()
+	d, first := p.decide(r)
+	if !first {
+		d.retract(start)
+	}
+	value := ""
+	if p.Header != "" {
+		value = r.Header.Get(p.Header)
+	}
+	if d.reason != "" && value == "" {
+		return p.fallBack(p.fallback, d, pool, r, w, start)
+	}
+	homes, _ := p.scratch.Get().(*[]home)
+	if homes == nil {
+		homes = new([]home)
+	}
+	defer p.scratch.Put(homes)
+	tokens := p.tokens(&d.prompt) + p.extraTokens(&d.prompt)
+	key := xxhash.Sum64String(value)
+	if value == "" {
+		key = p.depths.key(&d.prompt, tokens, len(pool), start)
+	}
+	p.gather(homes, d, key, pool, start)
+	if len(*homes) == 0 {
+		p.none(start)
+		return nil
+	}
+	h, reason := p.choose(*homes)
+	p.send(d, &attempt{
+		replica: h.replica,
+		reason:  reason,
+		Reservation: fleet.Reservation{
+			Prompt:   tokens,
+			Uncached: tokens,
+			Bytes:    textBytes(&d.prompt),
+		},
+	}, start)
+	if e := p.logger.Check(zapcore.DebugLevel, "chose a replica"); e != nil {
+		e.Write(zap.String("replica", h.replica.Addr), zap.String("reason", string(reason)),
+			zap.Uint64("key", key), zap.Int("prompt_tokens", int(tokens)))
+	}
+	return h.upstream
+}
+
+// gather lists the replicas that may serve the request, as strictly as leaves any.
+func (p *PrefixHash) gather(homes *[]home, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
+	for s := eligible; s >= anyAvailable; s-- {
+		*homes = (*homes)[:0]
+		for i, u := range pool {
+			if !u.Available() {
+				continue
+			}
+			replica := p.replica(pool, i, now)
+			if s >= untried && d.tried(replica) || s >= eligible && replica.Avoided(now) != fleet.Eligible {
+				continue
+			}
+			*homes = append(*homes, home{u, replica, rendezvous(key, replica.ID), replica.Outstanding()})
+		}
+		if len(*homes) > 0 {
+			return
+		}
+	}
+}
+
+// choose takes the first home in the prompt's order that is not over its bound.
+// Some home never is, since not all can be above the mean.
+func (p *PrefixHash) choose(homes []home) (home, Reason) {
+	if len(homes) == 1 {
+		return homes[0], ReasonOnly
+	}
+	mean := 0.0
+	for _, h := range homes {
+		mean += h.load
+	}
+	mean /= float64(len(homes))
+	bound := max(p.LoadFactor*mean, mean+float64(p.Slack))
+	first, best := 0, -1
+	for i, h := range homes {
+		if h.order > homes[first].order {
+			first = i
+		}
+		if h.load <= bound && (best < 0 || h.order > homes[best].order) {
+			best = i
+		}
+	}
+	if best == first {
+		return homes[best], ReasonHome
+	}
+	return homes[best], ReasonOverflow
+}
+
+// Interface guards
+var (
+	_ caddy.Provisioner     = (*PrefixHash)(nil)
+	_ caddy.Validator       = (*PrefixHash)(nil)
+	_ caddy.CleanerUpper    = (*PrefixHash)(nil)
+	_ reverseproxy.Selector = (*PrefixHash)(nil)
+)
