@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package prompt
+
+import (
+	"bytes"
+	"encoding/binary"
+
+	"github.com/cespare/xxhash/v2"
+)
+
+// BlockSize is the number of bytes of prompt text in a block: 64 token ids of four bytes, or about 64
+// tokens of English text.
+const BlockSize = 256
+
+// mediaSize is how much text an image, audio or video stands for, in bytes: a common image is some
+// hundred tokens, and its real size is known only to the model.
+const mediaSize = 4 * BlockSize
+
+// Tags frame the text. They are bytes that never occur in UTF-8, which the text otherwise is (a body
+// that is not, the engine refuses), so no text can imitate one and nothing needs to be counted before
+// it is written. Two tags with different meanings may share a byte where they cannot meet.
+const (
+	tagField   = 0xFF // a field of the head follows, its number first
+	tagMessage = 0xFE // a message follows, its role first
+	tagText    = 0xFD // text
+	tagJSON    = 0xFC // JSON as received, without white space
+	tagMember  = 0xFB // a member of a message other than its content, its number first
+	tagMedia   = 0xFA // mediaSize bytes of digest
+	tagTool    = 0xF9 // the definition of a tool
+)
+
+// text takes the text of a prompt piece by piece and hashes it block by block. A whole block is hashed
+// where it lies in the body; only what falls between two pieces is copied, to stage.
+type text struct {
+	hash  uint64    // of the full blocks so far, and of the seed
+	chain *[]uint64 // where the hash of each block goes; nil to drop them
+	full  int       // full blocks so far
+	done  bool      // the body was cut here: whatever follows is ignored
+	count bool      // count bytes only
+	n     int       // bytes in stage
+	size  int       // bytes counted
+	stage [BlockSize]byte
+}
+
+// blockHash is the hash of one block on its own. Blocks are hashed apart and then folded, rather than
+// each with the hash of the one before in front, because so the processor works on several at once.
+func blockHash(b []byte) uint64 { return xxhash.Sum64(b) }
+
+func (t *text) block(b []byte) {
+	t.hash = fold(t.hash, blockHash(b))
+	t.full++
+	if t.chain != nil {
+		*t.chain = append(*t.chain, t.hash)
+	}
+}
+
+// key is the hash of everything so far, to the byte.
+func (t *text) key() uint64 {
+	return mix(fold(t.hash, blockHash(t.stage[:t.n])) + uint64(t.n))
+}
+
+// bytes is how long the text is so far.
+func (t *text) bytes() int { return t.full*BlockSize + t.n + t.size }
+
+// raw adds bytes that need no rewriting.
+func (t *text) raw(b []byte) {
+	if t.done {
+		return
+	}
+	if t.count {
+		t.size += len(b)
+		return
+	}
+	if t.n > 0 {
+		c := copy(t.stage[t.n:], b)
+		t.n, b = t.n+c, b[c:]
+		if t.n < BlockSize {
+			return
+		}
+		t.block(t.stage[:])
+	}
+	for len(b) >= BlockSize {
+		t.block(b[:BlockSize])
+		b = b[BlockSize:]
+	}
+	t.n = copy(t.stage[:], b)
+}
+
+// tag adds one or two bytes of framing.
+func (t *text) tag(tag ...byte) { t.raw(tag) }
+
+// escaped adds the content of strings as it stands in the body.
+func (t *text) escaped(s []byte, cut bool) {
+	if cut && len(s) > 0 && s[len(s)-1] == '\\' && startsEscape(s, len(s)-1) {
+		s = s[:len(s)-1]
+	}
+	// In steps that stay in the nearest cache from the search to the hash.
+	const step = 16 << 10
+	for len(s) > 0 {
+		part := s
+		if len(part) > step {
+			part = s[:wholeEscapes(s[:step])]
+		}
+		clean := rewritable(part)
+		t.raw(part[:clean])
+		s = s[clean:]
+		if clean < len(part) {
+			s = t.rewrite(s, cut)
+		}
+	}
+}
+
+// wholeEscapes returns the length of s without a backslash at its end whose escape s cuts in two.
+func wholeEscapes(s []byte) int {
+	n := len(s)
+	if s[n-1] == '\\' && startsEscape(s, n-1) {
+		n--
+	}
+	return n
+}
+
+// rewrite adds the escapes at the start of s in canonical form, and returns what follows them.
+func (t *text) rewrite(s []byte, cut bool) []byte {
+	var room [64]byte
+	to := room[:0]
+	for len(s) > 1 && s[0] == '\\' && s[1]&1 != 0 {
+		r, size := unescape(s)
+		halfPair := cut && r >= 0xD800 && r < 0xDC00 && len(s) < 12
+		if size == 0 || halfPair {
+			s = nil
+			break
+		}
+		if s[1] == '/' {
+			to = append(to, '/')
+		} else {
+			to = appendCanonical(to, r)
+		}
+		s = s[size:]
+		if len(to) > len(room)-8 {
+			t.raw(to)
+			to = room[:0]
+		}
+	}
+	t.raw(to)
+	return s
+}
+
+// string adds the content of a string value.
+func (t *text) string(v []byte) {
+	t.escaped(v[1:], cut(v))
+	t.stopAt(v)
+}
+
+// json adds a value as JSON in the order received (templates print it so), without white space.
+func (t *text) json(v []byte) {
+	from := 0 // start of the run that can be added as one
+	for i := 0; i < len(v); {
+		switch v[i] {
+		case '"':
+			i = min(endOfString(v, i+1)+1, len(v))
+		case ' ', '\n', '\r', '\t':
+			t.escaped(v[from:i], false)
+			i = space(v, i)
+			from = i
+		default:
+			i++
+		}
+	}
+	t.escaped(v[from:], cut(v))
+	if isString(v) && !cut(v) {
+		t.raw([]byte{'"'})
+	}
+	t.stopAt(v)
+}
+
+// value adds a string as text and anything else as JSON.
+func (t *text) value(v []byte) {
+	if isString(v) {
+		t.tag(tagText)
+		t.string(v)
+		return
+	}
+	t.tag(tagJSON)
+	t.json(v)
+}
+
+// media adds the stand-in for an image, audio or video: its digest, over and over.
+func (t *text) media(v []byte) {
+	if cut(v) {
+		t.done = true
+		return
+	}
+	digest := text{}
+	digest.value(v)
+	t.tag(tagMedia)
+	var eight [8]byte
+	binary.LittleEndian.PutUint64(eight[:], digest.key())
+	for range mediaSize / len(eight) {
+		t.raw(eight[:])
+	}
+}
+
+// ids adds a list of token ids, four bytes each, and returns how many there were. Ids are taken modulo
+// 2³²; ok is false when something in the list is no integer, and what came before it has been added.
+func (t *text) ids(list []byte) (n int, ok bool) {
+	var room [64]byte
+	to := room[:0]
+	s := list[1:]
+	for i := space(s, 0); i < len(s) && s[i] != ']'; i = space(s, i) {
+		negative := s[i] == '-'
+		if negative {
+			i++
+		}
+		id, from := uint32(0), i
+		for ; i < len(s) && s[i]-'0' < 10; i++ {
+			id = id*10 + uint32(s[i]-'0')
+		}
+		if i == len(s) {
+			break // perhaps only a part of the number
+		}
+		if i == from || !bytes.ContainsRune([]byte(", \n\r\t]"), rune(s[i])) {
+			t.raw(to)
+			return n, false
+		}
+		if negative {
+			id = -id
+		}
+		n++
+		if to = appendID(to, id); len(to) == len(room) {
+			t.raw(to)
+			to = room[:0]
+		}
+		if i = space(s, i); i < len(s) && s[i] == ',' {
+			i++
+		}
+	}
+	t.raw(to)
+	t.stopAt(list)
+	return n, true
+}
+
+// stopAt ignores what follows when v was cut: the text would go on differently.
+func (t *text) stopAt(v []byte) { t.done = t.done || cut(v) }

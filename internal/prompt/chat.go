@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package prompt
+
+// A conversation is hashed in the order most chat templates print it: system messages that lead, tools,
+// documents, the other messages. A template with another order loses some sharing, nothing else.
+
+// Members of a message, as numbered in the text.
+const (
+	memberName = iota
+	memberCallID
+	memberReasoning
+	memberRefusal
+	memberCalls
+	memberAudio
+	memberArguments
+	memberOutput
+	memberSummary
+	memberEncrypted
+	memberTools
+	memberPrevious
+	memberToolUse
+	memberToolResult
+	memberDocuments
+)
+
+// chat adds the body of a chat completion or of an Anthropic message. A batch is a list of
+// conversations, of which the first is followed.
+func (r *reader) chat() Fault {
+	v := r.fields[fieldMessages]
+	if isArray(first(v)) {
+		batch := walkArray(v)
+		v, _ = batch.next()
+		r.rest(batch)
+	}
+	if !isArray(v) {
+		return Shape
+	}
+	list := walkArray(v)
+	if !list.more() {
+		return Shape
+	}
+	if s := r.fields[fieldSystem]; r.api == Messages && !isNull(s) {
+		r.role("system")
+		r.system(s)
+	}
+	r.conversation(list)
+	return None
+}
+
+// response adds the body of a response: instructions are its system message, and the input may be one
+// user message given as a string.
+func (r *reader) response() Fault {
+	v := r.fields[fieldInput]
+	if !isString(v) && (!isArray(v) || first(v) == nil) {
+		return Shape
+	}
+	// What the stored response brings is not in the body. Its id stands for it: continuing one
+	// response twice shares a prefix.
+	if s := r.fields[fieldPreviousResponse]; isString(s) {
+		r.member(memberPrevious, s)
+	}
+	if s := r.fields[fieldInstructions]; !isNull(s) {
+		r.role("system")
+		r.content(s, 0)
+	}
+	if isString(v) {
+		r.definitions()
+		r.role("user")
+		r.content(v, 0)
+		r.endTurn()
+		return None
+	}
+	r.conversation(walkArray(v))
+	return None
+}
+
+// conversation adds the messages, and the definitions behind the system messages that lead.
+func (r *reader) conversation(list array) {
+	leading := true
+	var m message
+	for list.more() && m.read(&list) {
+		if leading && !is(m.role, "system") && !is(m.role, "developer") {
+			leading = false
+			r.definitions()
+		}
+		user := is(m.role, "user")
+		if r.inTurn && !user {
+			r.endTurn()
+		}
+		r.inTurn = user && !r.turnEnded
+		r.message(&m)
+	}
+	if leading {
+		r.definitions()
+	}
+	if r.inTurn {
+		r.endTurn()
+	}
+}
+
+func (r *reader) endTurn() {
+	r.inTurn, r.turnEnded = false, true
+	r.p.Turn, r.p.TurnKey = r.text.full, r.text.key()
+}
+
+// definitions adds tools and documents.
+func (r *reader) definitions() {
+	switch v := r.fields[fieldTools]; {
+	case isArray(v):
+		list := walkArray(v)
+		for {
+			tool, ok := list.next()
+			if !ok {
+				break
+			}
+			r.tool(tool)
+		}
+	case !isNull(v):
+		r.member(memberTools, v)
+	}
+	if v := r.fields[fieldDocuments]; !isNull(v) && string(v) != "[]" {
+		r.member(memberDocuments, v)
+	}
+}
+
+// tool adds one definition as received, but for its cache marker.
+func (r *reader) tool(v []byte) {
+	t := &r.text
+	t.tag(tagTool)
+	if !isObject(v) {
+		t.json(v)
+		return
+	}
+	members := walkObject(v, 0)
+	var room [48]byte
+	for {
+		key, value, ok := members.next()
+		if !ok {
+			break
+		}
+		if string(plain(key, &room)) == "cache_control" {
+			continue
+		}
+		t.tag(tagText)
+		t.escaped(key, false)
+		t.value(value)
+	}
+	t.stopAt(v)
+}
+
+// message is a chat message or an item of a response, by its members.
+type message struct {
+	value []byte // all of it
+
+	role, kind, name, content, reasoning, refusal, calls, callID, audio, tools []byte
+	arguments, output, summary, encrypted                                      []byte
+}
+
+// read reads the list's next element, which need not be an object.
+func (m *message) read(list *array) (ok bool) {
+	*m = message{}
+	members, ok := list.object()
+	if !ok {
+		m.value, ok = list.next()
+		return ok
+	}
+	m.members(&members)
+	m.value, list.i = members.value(), members.i
+	return members.fault == None || members.fault == Cut
+}
+
+func (m *message) members(members *object) {
+	var room [48]byte
+	for {
+		key, value, ok := members.next()
+		if !ok {
+			return
+		}
+		switch string(plain(key, &room)) {
+		case "role":
+			m.role = value
+		case "type":
+			m.kind = value
+		case "name":
+			m.name = value
+		case "content":
+			m.content = value
+		case "reasoning", "reasoning_content":
+			m.reasoning = value
+		case "refusal":
+			m.refusal = value
+		case "tool_calls":
+			m.calls = value
+		case "tool_call_id", "call_id":
+			m.callID = value
+		case "audio":
+			m.audio = value
+		case "tools":
+			m.tools = value
+		case "arguments", "input", "action":
+			m.arguments = value
+		case "output":
+			m.output = value
+		case "summary":
+			m.summary = value
+		case "encrypted_content":
+			m.encrypted = value
+		}
+	}
+}
+
+// message adds one message or item.
+func (r *reader) message(m *message) {
+	t, v := &r.text, m.value
+	label := m.role
+	if !isString(label) {
+		label = m.kind
+	}
+	switch {
+	case !isObject(v), m.role == nil && isString(m.kind) && !isItem(m.kind):
+		t.tag(tagMessage)
+		t.value(v)
+		return
+	case label == nil && cut(v):
+		t.done = true // its role is yet to come
+		return
+	}
+	t.tag(tagMessage)
+	if isString(label) {
+		t.string(label)
+	}
+	r.member(memberName, m.name)
+	r.member(memberCallID, m.callID)
+	r.member(memberEncrypted, m.encrypted)
+	r.parts(memberSummary, m.summary)
+	r.parts(memberReasoning, m.reasoning)
+	r.content(m.content, 0)
+	r.member(memberRefusal, m.refusal)
+	r.member(memberCalls, m.calls)
+	r.member(memberArguments, m.arguments)
+	r.parts(memberOutput, m.output)
+	r.member(memberAudio, m.audio)
+	r.member(memberTools, m.tools)
+	t.stopAt(v)
+}
+
+// isItem reports whether an item of a response is of a kind whose members we know.
+func isItem(kind []byte) bool {
+	for _, known := range [...]string{
+		"function_call", "function_call_output", "reasoning", "custom_tool_call", "custom_tool_call_output", "message",
+	} {
+		if is(kind, known) {
+			return true
+		}
+	}
+	return false
+}
+
+func (r *reader) role(role string) {
+	r.text.tag(tagMessage)
+	r.text.raw([]byte(role))
+}
+
+// member adds a member of a message unless it is null, an empty string or an empty list.
+func (r *reader) member(number byte, v []byte) {
+	if isBlank(v) {
+		return
+	}
+	r.text.tag(tagMember, number)
+	r.text.value(v)
+}
+
+// parts adds a member that may be a list of content parts.
+func (r *reader) parts(number byte, v []byte) {
+	if isBlank(v) {
+		return
+	}
+	r.text.tag(tagMember, number)
+	r.content(v, 0)
+}
+
+func isBlank(v []byte) bool {
+	return isNull(v) || string(v) == `"` && !cut(v) || isArray(v) && !cut(v) && first(v) == nil
+}
