@@ -344,10 +344,13 @@ func FuzzDecode(f *testing.F) {
 		if len(b.Events) > limits.Events || b.Rank < 0 {
 			t.Fatalf("batch over its limits: %d events, rank %d", len(b.Events), b.Rank)
 		}
+		v := NewView(ViewConfig{Blocks: 128})
 		for _, ev := range b.Events {
 			if len(ev.Hashes) > limits.Blocks || len(ev.Tokens) > limits.Tokens || len(ev.Extra) > len(ev.Hashes) || ev.BlockSize < 0 {
 				t.Fatalf("event over its limits: %+v", ev)
 			}
 		}
+		v.Apply(b)
+		checkView(t, v)
 	})
 }
