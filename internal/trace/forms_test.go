@@ -73,8 +73,10 @@ func contentOf(t *testing.T, r *Request) string {
 
 func TestBothFormsShareTheSamePrefix(t *testing.T) {
 	requests := collect(t, open(t, "testdata/mooncake.jsonl").Requests())
+	texts := make([]string, len(requests))
 	for i, r := range requests {
 		text := contentOf(t, &r)
+		texts[i] = text
 		if len(text) != r.InputTokens*BytesPerToken {
 			t.Fatalf("request %d: %d bytes for %d tokens", i, len(text), r.InputTokens)
 		}
@@ -83,13 +85,14 @@ func TestBothFormsShareTheSamePrefix(t *testing.T) {
 			if len(blocks) != r.InputTokens/blockTokens {
 				t.Fatalf("request %d: %d blocks of %d for %d tokens", i, len(blocks), blockTokens, r.InputTokens)
 			}
-			for _, other := range requests[max(0, i-3):i] {
+			for j := max(0, i-3); j < i; j++ {
+				other := requests[j]
 				ids := common(r.HashIDs, other.HashIDs)
 				shared := min(ids*idTokens, r.InputTokens, other.InputTokens)
 				if got := common(blocks, other.AppendBlocks(nil, blockTokens)); got != shared/blockTokens {
 					t.Errorf("request %d shares %d blocks of %d, want %d", i, got, blockTokens, shared/blockTokens)
 				}
-				bytes := common([]byte(text), []byte(contentOf(t, &other)))
+				bytes := common([]byte(text), []byte(texts[j]))
 				if least := shared * BytesPerToken; bytes < least || bytes >= least+idWords*BytesPerToken {
 					t.Errorf("request %d shares %d bytes, want %d and at most %d more", i, bytes, least, idWords*BytesPerToken)
 				}
