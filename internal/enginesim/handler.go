@@ -99,7 +99,7 @@ func (w *statusRecorder) Unwrap() http.ResponseWriter { return w.ResponseWriter 
 func (p *instance) inference(w http.ResponseWriter, r *http.Request, e endpoint) {
 	raw, kept, err := p.readBody(w, r)
 	if err != nil {
-		return // the client is gone
+		panic(http.ErrAbortHandler) // the client is gone
 	}
 	if hook := p.config.OnRequest; hook != nil {
 		hook(r, raw)
@@ -226,7 +226,7 @@ func (p *instance) unary(w http.ResponseWriter, r *http.Request, a *answer) {
 		case <-a.generation.ready:
 		case <-r.Context().Done():
 			p.driver.abort(a.generation)
-			return
+			panic(http.ErrAbortHandler) // returning would send an empty 200
 		}
 	}
 	a.remember()
@@ -245,7 +245,7 @@ func (p *instance) stream(w http.ResponseWriter, r *http.Request, a *answer) {
 		case <-g.ready:
 		case <-r.Context().Done():
 			p.driver.abort(g)
-			return
+			panic(http.ErrAbortHandler)
 		}
 		finished := g.finished.Load() // before progress, so that the end is sent complete
 		out = out[:0]
@@ -283,7 +283,7 @@ func (p *instance) render(w http.ResponseWriter, r *http.Request, e renderEndpoi
 	}
 	raw, kept, err := p.readBody(w, r)
 	if err != nil {
-		return
+		panic(http.ErrAbortHandler)
 	}
 	if !kept {
 		writeError(w, http.StatusBadRequest, fmt.Errorf("body is longer than %d bytes", p.config.KeepBody))

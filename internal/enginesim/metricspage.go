@@ -78,7 +78,7 @@ func drip(ctx context.Context, w http.ResponseWriter, page []byte) {
 		select {
 		case <-tick.C:
 		case <-ctx.Done():
-			return
+			panic(http.ErrAbortHandler)
 		}
 	}
 }

@@ -178,8 +178,8 @@ func (s *Server) Stop() {
 	if p == nil {
 		return
 	}
+	_ = p.http.Close() // first, so that no handler's last words get out
 	p.cancel()
-	_ = p.http.Close()
 	<-p.serving
 	p.handlers.wait()
 	p.driver.close()
