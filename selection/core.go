@@ -33,6 +33,7 @@ type core struct {
 	poll    *pollSettings
 	dynamic bool // upstreams are new objects at every request
 	known   atomic.Pointer[knownPool]
+	changed func(time.Time)
 	counts  *metrics.Decisions
 	unwatch func()
 }
@@ -44,6 +45,7 @@ type coreConfig struct {
 	kvCapacity int
 	polling    *Polling // nil: no polling
 	seed       uint64
+	changed    func(time.Time) // called when a replica's state has changed
 }
 
 // policies numbers the policies of this process, so that each keeps its
@@ -60,7 +62,8 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 	}
 	handler := parent(ctx)
 	c.dynamic = handler != nil && handler.DynamicUpstreamsRaw != nil
-	settings := fleet.Config{Logger: c.logger, Capacity: cfg.kvCapacity}
+	settings := fleet.Config{Logger: c.logger, Capacity: cfg.kvCapacity, Changed: cfg.changed}
+	c.changed = cfg.changed
 	if cfg.polling != nil {
 		poll, err := cfg.polling.settings(ctx, handler)
 		if err != nil {
@@ -120,7 +123,7 @@ func staticAddrs(h *reverseproxy.Handler) []string {
 
 // decide returns the request's decision and whether this is its first attempt.
 func (c *core) decide(r *http.Request) (*decision, bool) {
-	d, first := decisionOf(r, c.key, c.outlook)
+	d, first := decisionOf(r, c.key, c.outlook, c.changed)
 	if first {
 		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
 			repl.Map(d.placeholder)
@@ -180,6 +183,21 @@ func (c *core) replica(pool reverseproxy.UpstreamPool, i int, now time.Time) *fl
 		return k.replicas[i]
 	}
 	return c.fleet.Replica(pool[i].String(), now)
+}
+
+// replicas returns the replicas of a whole pool, in room if they have to be listed.
+func (c *core) replicas(pool reverseproxy.UpstreamPool, room []*fleet.Replica, now time.Time) (list, left []*fleet.Replica) {
+	if k := c.known.Load(); k != nil && slices.Equal(k.upstreams, pool) {
+		return k.replicas, room
+	}
+	if !c.dynamic {
+		return c.remember(pool, now).replicas, room
+	}
+	room = room[:0]
+	for _, u := range pool {
+		room = append(room, c.fleet.Replica(u.String(), now))
+	}
+	return room, room
 }
 
 func (c *core) remember(pool reverseproxy.UpstreamPool, now time.Time) *knownPool {

@@ -27,6 +27,8 @@ type decision struct {
 	reason Reason // why there is no prompt; empty if there is one
 	body   *body  // nil if the body was left alone
 
+	changed func(time.Time) // to be told of the request's end; may be nil
+
 	mu       sync.Mutex // the request's end comes on another goroutine
 	over     bool
 	attempts []*attempt
@@ -55,7 +57,7 @@ var scratch = sync.Pool{New: func() any { return new(prompt.Prompt) }}
 
 // decisionOf returns the request's decision, which it makes from the request's
 // body if this is the first attempt. key tells policies of one request apart.
-func decisionOf(r *http.Request, key string, o outlook) (d *decision, first bool) {
+func decisionOf(r *http.Request, key string, o outlook, changed func(time.Time)) (d *decision, first bool) {
 	ctx := r.Context()
 	if d, ok := caddyhttp.GetVar(ctx, key).(*decision); ok {
 		if d.body != nil {
@@ -63,7 +65,7 @@ func decisionOf(r *http.Request, key string, o outlook) (d *decision, first bool
 		}
 		return d, false
 	}
-	d = new(decision)
+	d = &decision{changed: changed}
 	d.reason = d.read(r, o)
 	if vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any); ok {
 		vars[key] = d
@@ -172,10 +174,17 @@ func (d *decision) send(a *attempt, now time.Time) {
 // end books the end of the request, whose context is done: the response has
 // been sent, or the client has left.
 func (d *decision) end(ctx context.Context) {
+	now := time.Now()
+	d.book(ctx, now)
+	if d.changed != nil {
+		d.changed(now)
+	}
+}
+
+func (d *decision) book(ctx context.Context, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.over = true
-	now := time.Now()
 	if a := d.latest(); a != nil {
 		switch status, done := outcomeOf(ctx); {
 		case status >= 400:

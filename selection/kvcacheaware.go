@@ -3,6 +3,7 @@
 package selection
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -66,9 +67,10 @@ type KVCacheAware struct {
 	fallback    reverseproxy.Selector
 
 	core
-	rule    plan.Rule
-	pins    *pins
-	scratch sync.Pool // *gathering
+	schedule *plan.Scheduler
+	pump     *pump
+	pins     *pins
+	scratch  sync.Pool // *asking
 }
 
 // CaddyModule returns the Caddy module information.
@@ -88,7 +90,6 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 	if p.RequestCost == 0 {
 		p.RequestCost = plan.Default.PerRequest
 	}
-	p.rule = plan.Rule{MatchWeight: p.MatchWeight, PerRequest: p.RequestCost}
 	if p.PinHeader != "" {
 		p.pins = newPins()
 	}
@@ -99,14 +100,21 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 	if p.Metrics == nil {
 		p.Metrics = new(Polling)
 	}
-	return p.core.provision(ctx, coreConfig{
+	if err := p.core.provision(ctx, coreConfig{
 		policy:     "kv_cache_aware",
 		name:       p.Name,
 		maxBody:    p.MaxBody,
 		kvCapacity: p.KVCapacity,
 		polling:    p.Metrics,
 		seed:       fleet.Process.Seed,
-	})
+		changed:    func(now time.Time) { p.schedule.Event(now) },
+	}); err != nil {
+		return err
+	}
+	p.schedule = plan.NewScheduler(fleet.Process.Index, p.fleet.Rate)
+	p.schedule.Rule = plan.Rule{MatchWeight: p.MatchWeight, PerRequest: p.RequestCost}
+	p.pump = newPump(p.schedule)
+	return nil
 }
 
 // Validate checks the options.
@@ -129,23 +137,8 @@ func (p *KVCacheAware) Validate() error {
 // Cleanup lets go of the replicas.
 func (p *KVCacheAware) Cleanup() error { return p.core.cleanup() }
 
-// gathering is the room that one Select works in.
-type gathering struct {
-	blocks     []int32
-	candidates []plan.Candidate
-	loads      []fleet.Load
-	choices    []choice
-}
-
-// choice is what a candidate stands for.
-type choice struct {
-	upstream *reverseproxy.Upstream
-	replica  *fleet.Replica
-	matched  int // blocks
-	hit      float64
-}
-
-// Select returns the upstream for the request, or nil if none is available.
+// Select returns the upstream for the request, or nil if none is available. It
+// may hold the request back while the replica where it costs least is busy.
 func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter) *reverseproxy.Upstream {
 	start := time.Now()
 	d, first := p.decide(r)
@@ -155,147 +148,147 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	if d.reason != "" {
 		return p.fallBack(p.fallback, d, pool, r, w, start)
 	}
-	g := p.room()
-	defer p.scratch.Put(g)
-	p.gather(g, d, pool, start)
-	pick, reason := p.choose(g, d, r)
-	if pick < 0 {
+	a := p.ask(d, pool, r, start)
+	if !p.schedule.Submit(&a.Request, start) {
+		p.pump.run()
+		if !a.wait(r.Context(), p.schedule) {
+			return nil // the client left
+		}
+	}
+	upstream := a.upstream
+	if upstream == nil {
 		p.none(start)
-		return nil
+	} else if e := p.logger.Check(zapcore.DebugLevel, "chose a replica"); e != nil {
+		at := d.latest()
+		e.Write(zap.String("replica", at.replica.Addr), zap.String("reason", string(at.reason)),
+			zap.Int("prompt_tokens", int(a.Tokens)), zap.Int("matched_tokens", int(at.Hit)),
+			zap.Float64("cost", a.choice.Cost), zap.Float64("next_cost", a.choice.Next),
+			zap.Duration("waited", a.choice.Waited))
 	}
-	c := &g.choices[pick]
-	tokens := p.tokens(&d.prompt)
-	p.send(d, &attempt{
-		replica: c.replica,
-		matched: c.matched,
-		reason:  reason,
-		Reservation: fleet.Reservation{
-			Prompt:   tokens + p.extraTokens(&d.prompt),
-			Uncached: g.candidates[pick].Uncached,
-			Hit:      c.hit,
-			Bytes:    textBytes(&d.prompt),
-		},
-	}, start)
-	if e := p.logger.Check(zapcore.DebugLevel, "chose a replica"); e != nil {
-		e.Write(zap.String("replica", c.replica.Addr), zap.String("reason", string(reason)),
-			zap.Int("prompt_tokens", int(tokens)), zap.Int("matched_tokens", int(c.hit)),
-			zap.Int("queued_tokens", int(g.candidates[pick].Queue)), zap.Int("candidates", len(g.candidates)))
-	}
-	return c.upstream
+	p.done(a)
+	return upstream
 }
 
-func (p *KVCacheAware) room() *gathering {
-	if g, ok := p.scratch.Get().(*gathering); ok {
-		return g
-	}
-	return new(gathering)
+// asking is one request that wants a replica.
+type asking struct {
+	plan.Request
+	policy   *KVCacheAware
+	decision *decision
+	pool     reverseproxy.UpstreamPool
+	start    time.Time
+	session  string // value of the pin header
+	pinned   int    // place of the session's replica, -1 if there is none
+	held     bool
+	room     []*fleet.Replica // for Replicas of a dynamic pool
+
+	// set by Send
+	upstream *reverseproxy.Upstream
+	choice   plan.Choice
 }
 
-// gather fills g with the replicas that may serve the request: those available,
-// not tried before and not to be avoided, or the next best set that is not empty.
-func (p *KVCacheAware) gather(g *gathering, d *decision, pool reverseproxy.UpstreamPool, now time.Time) {
-	g.blocks = p.fleet.Registry.Index.Match(d.prompt.Chain, g.blocks[:0])
-	tokens, extra := p.tokens(&d.prompt), p.extraTokens(&d.prompt)
-	perBlock := p.tokensPerBlock(&d.prompt)
-	mean := p.fleet.Rate()
-	for strictness := strictest; strictness >= anyAvailable; strictness-- {
-		g.candidates, g.choices, g.loads = g.candidates[:0], g.choices[:0], g.loads[:0]
-		for i, u := range pool {
-			replica := p.replica(pool, i, now)
-			if !u.Available() {
-				if strictness == strictest {
-					replica.Unavailable(now)
-				}
-				continue
-			}
-			load := replica.Load(now)
-			if !strictness.allows(load, d.tried(replica)) {
-				continue
-			}
-			matched := replica.Matched(g.blocks)
-			hit := believedHit(float64(matched)*perBlock, tokens, load)
-			g.loads = append(g.loads, load)
-			g.choices = append(g.choices, choice{upstream: u, replica: replica, matched: matched, hit: hit})
-			g.candidates = append(g.candidates, plan.Candidate{
-				Queue:      load.Queue,
-				Uncached:   max(tokens-hit*load.Trust, load.BlockTokens) + extra,
-				Need:       tokens + extra,
-				Free:       load.Free(),
-				InFlight:   load.InFlight,
-				Pace:       load.Rate / mean,
-				KVFree:     1 - load.KVUsage.Value,
-				Rendezvous: rendezvous(d.prompt.TurnKey, replica.ID),
-			})
-		}
-		if len(g.candidates) > 0 {
-			return
-		}
+func (p *KVCacheAware) ask(d *decision, pool reverseproxy.UpstreamPool, r *http.Request, now time.Time) *asking {
+	a, ok := p.scratch.Get().(*asking)
+	if !ok {
+		a = new(asking)
 	}
-}
-
-// strictness says which replicas are good enough. Select takes the strictest
-// set that is not empty, so that a request is never refused which the replicas
-// available could serve.
-type strictness int
-
-const (
-	anyAvailable strictness = iota // even one tried already
-	untried
-	eligible  // and not to be avoided
-	strictest // and, if it warms up, with room for another request
-)
-
-func (s strictness) allows(l fleet.Load, tried bool) bool {
-	return !(s >= untried && tried ||
-		s >= eligible && l.Avoid != fleet.Eligible ||
-		s >= strictest && l.Room <= 0)
-}
-
-// choose picks a candidate and says why, or returns -1 if there is none.
-func (p *KVCacheAware) choose(g *gathering, d *decision, r *http.Request) (int, Reason) {
-	switch len(g.candidates) {
-	case 0:
-		return -1, ReasonNone
-	case 1:
-		return 0, ReasonOnly
-	}
-	session := ""
+	a.policy, a.decision, a.pool, a.start = p, d, pool, now
+	a.upstream, a.held, a.session, a.pinned = nil, false, "", -1
+	a.Replicas, a.room = p.replicas(pool, a.room, now)
+	a.Chain, a.Key = d.prompt.Chain, d.prompt.TurnKey
+	a.Tokens, a.Extra, a.PerBlock = p.tokens(&d.prompt), p.extraTokens(&d.prompt), p.tokensPerBlock(&d.prompt)
+	a.Caller = a
 	if p.pins != nil {
-		session = r.Header.Get(p.PinHeader)
-	}
-	if session != "" {
-		if home, ok := p.pins.get(session); ok {
-			for i := range g.choices {
-				if g.choices[i].replica.Addr == home {
-					return i, ReasonPinned
-				}
+		if a.session = r.Header.Get(p.PinHeader); a.session != "" {
+			if home, ok := p.pins.get(a.session); ok {
+				a.pinned = a.find(home)
 			}
 		}
 	}
-	pick, _ := p.rule.Choose(g.candidates)
-	if session != "" {
-		p.pins.put(session, g.choices[pick].replica.Addr)
+	return a
+}
+
+// done gives the room of a request back that the scheduler has no hold of.
+func (p *KVCacheAware) done(a *asking) {
+	if a.held {
+		return
 	}
-	longest := 0
-	for i := range g.choices {
-		longest = max(longest, g.choices[i].matched)
+	a.decision, a.pool, a.Chain, a.Replicas, a.upstream = nil, nil, nil, nil, nil
+	p.scratch.Put(a)
+}
+
+// find returns the place of an available replica that was not tried, or -1.
+func (a *asking) find(addr string) int {
+	for i, p := range a.Replicas {
+		if p.Addr == addr && a.pool[i].Available() && !a.decision.tried(p) {
+			return i
+		}
 	}
-	switch {
-	case longest == 0:
-		return pick, ReasonNoMatch
-	case g.choices[pick].matched == longest:
-		return pick, ReasonMatch
-	default:
-		return pick, ReasonBalance
+	return -1
+}
+
+// Open implements plan.Caller.
+func (a *asking) Open(i int) bool {
+	if a.pinned >= 0 && i != a.pinned {
+		return false
+	}
+	if a.pool[i].Available() {
+		return true
+	}
+	a.Replicas[i].Unavailable(a.start)
+	return false
+}
+
+// Tried implements plan.Caller.
+func (a *asking) Tried(i int) bool { return a.decision.tried(a.Replicas[i]) }
+
+// Send implements plan.Caller.
+func (a *asking) Send(c plan.Choice) {
+	a.choice = c
+	if c.Index < 0 {
+		return
+	}
+	a.upstream = a.pool[c.Index]
+	replica := a.Replicas[c.Index]
+	a.policy.send(a.decision, &attempt{
+		replica: replica,
+		matched: c.Matched,
+		reason:  a.reasonOf(c),
+		Reservation: fleet.Reservation{
+			Prompt:   a.Tokens + a.Extra,
+			Uncached: c.Uncached,
+			Hit:      c.Hit,
+			Bytes:    textBytes(&a.decision.prompt),
+		},
+	}, a.start.Add(c.Waited))
+	if a.session != "" {
+		a.policy.pins.put(a.session, replica.Addr)
 	}
 }
 
-// believedHit is how many of a prompt's tokens the replica will not compute,
-// if it holds held of them: whole engine blocks only, and never the last
-// token, which the engine needs for its first step.
-func believedHit(held, tokens float64, l fleet.Load) float64 {
-	blocks := int64(min(held, tokens-1) / l.BlockTokens)
-	return max(0, float64(blocks)*l.BlockTokens)
+func (a *asking) reasonOf(c plan.Choice) Reason {
+	switch {
+	case a.pinned >= 0:
+		return ReasonPinned
+	case c.Open == 1:
+		return ReasonOnly
+	case c.Longest == 0:
+		return ReasonNoMatch
+	case c.Matched == c.Longest:
+		return ReasonMatch
+	default:
+		return ReasonBalance
+	}
+}
+
+// wait holds the request until it is sent. It returns false if the client left.
+func (a *asking) wait(ctx context.Context, s *plan.Scheduler) bool {
+	a.held = true
+	select {
+	case <-a.Ready():
+		return true
+	case <-ctx.Done():
+		return !s.Leave(&a.Request, time.Now())
+	}
 }
 
 // Interface guards

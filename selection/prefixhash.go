@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap/zapcore"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/plan"
 )
 
 func init() {
@@ -186,17 +187,18 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 
 // gather lists the replicas that may serve the request, as strictly as leaves any.
 func (p *PrefixHash) gather(homes *[]home, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
-	for s := eligible; s >= anyAvailable; s-- {
+	const eligible, untried, any = 2, 1, 0
+	for strict := eligible; strict >= any; strict-- {
 		*homes = (*homes)[:0]
 		for i, u := range pool {
 			if !u.Available() {
 				continue
 			}
 			replica := p.replica(pool, i, now)
-			if s >= untried && d.tried(replica) || s >= eligible && replica.Avoided(now) != fleet.Eligible {
+			if strict >= untried && d.tried(replica) || strict >= eligible && replica.Avoided(now) != fleet.Eligible {
 				continue
 			}
-			*homes = append(*homes, home{u, replica, rendezvous(key, replica.ID), replica.Outstanding()})
+			*homes = append(*homes, home{u, replica, plan.Rendezvous(key, replica.ID), replica.Outstanding()})
 		}
 		if len(*homes) > 0 {
 			return

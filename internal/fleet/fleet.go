@@ -36,6 +36,8 @@ type Config struct {
 	// Capacity is the KV cache assumed of a replica whose engine does not tell
 	// its own, in tokens. Default: 500,000.
 	Capacity int
+	// Changed, if not nil, is called after each scrape was taken in.
+	Changed func(now time.Time)
 	// Logger may be nil.
 	Logger *zap.Logger
 }
@@ -195,6 +197,9 @@ func (f *Fleet) follow(m *member) {
 func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 	changes := p.Observe(s, now)
 	f.lend()
+	if f.Changed != nil {
+		f.Changed(now)
+	}
 	for _, c := range changes {
 		f.Logger.Info("replica changed", zap.String("fleet", f.Name), zap.String("replica", p.Addr),
 			zap.String("fact", c.Fact), zap.String("from", c.Old), zap.String("to", c.New))

@@ -61,6 +61,7 @@ func (g *Registry) hold(addr string) *Replica {
 func (g *Registry) stray(addr string) *Replica {
 	p := &Replica{
 		Addr:     addr,
+		Slot:     -1,
 		ID:       xxhash.Sum64String(addr),
 		registry: g,
 		assumed: assumed{

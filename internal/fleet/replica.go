@@ -249,6 +249,9 @@ type Load struct {
 	Avoid Avoid
 	// Queue is the number of uncached prompt tokens believed to wait for prefill.
 	Queue float64
+	// QueueKnown tells whether the engine's own figures keep Queue right: a
+	// fresh scrape with a count of first tokens, and no other senders.
+	QueueKnown bool
 	// Rate is how many of them the replica prefills a second; RateKnown tells
 	// whether that was learned from this replica itself.
 	Rate      float64
@@ -302,6 +305,7 @@ func (p *Replica) Load(now time.Time) Load {
 	}
 	if s := p.fresh(now); s != nil {
 		l.KVUsage = s.KVUsage
+		l.QueueKnown = p.trustFirstTokens(s, now)
 	}
 	if s := p.latest; s != nil {
 		if s.BlockTokens.Known && s.BlockTokens.Value >= 1 {
