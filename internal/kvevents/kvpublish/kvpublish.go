@@ -147,8 +147,9 @@ func (p *Publisher) Disconnect() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for c := range p.conns {
-		_ = c.Close() // the reader reports it
+		_ = c.Close() // the reader notices
 	}
+	clear(p.subscribers)
 }
 
 // Subscribers returns how many subscriptions are in force.
@@ -230,7 +231,7 @@ func (p *Publisher) serveSubscriber(c *zmtp.Conn) {
 func (p *Publisher) send(c *zmtp.Conn, sub *subscriber) {
 	for s := range sub.queue {
 		if c.WriteMessage([]byte(p.config.Topic), binary.BigEndian.AppendUint64(nil, s.seq), s.payload) != nil {
-			_ = c.Close() // the reader reports it
+			_ = c.Close() // the reader notices
 			return
 		}
 	}
