@@ -26,6 +26,10 @@ const (
 	DefaultTimeout     = 10 * time.Minute
 )
 
+// idleTimeout stays below the 5 s after which uvicorn, and so vLLM, closes an idle
+// connection: a request must not meet one that is being closed.
+const idleTimeout = 4 * time.Second
+
 // Options say how a trace is played and what is measured. Only BaseURL is
 // needed.
 type Options struct {
@@ -108,7 +112,7 @@ func (o Options) withDefaults() (Options, error) {
 //
 // Requests that fail are counted in the result; the error tells of options or a
 // trace that cannot be used, or that ctx ended. The result then covers what was
-// done until that time.
+// done until that time. A sample of some 200 bytes is kept of each request.
 func OpenLoop(ctx context.Context, requests iter.Seq2[trace.Request, error], options Options) (Result, error) {
 	p, err := newPlayer(ctx, options)
 	if err != nil {
@@ -197,7 +201,7 @@ func newPlayer(ctx context.Context, options Options) (*player, error) {
 		p.transport = &http.Transport{
 			MaxIdleConns:        options.MaxInFlight,
 			MaxIdleConnsPerHost: options.MaxInFlight,
-			IdleConnTimeout:     time.Minute,
+			IdleConnTimeout:     idleTimeout,
 			DisableCompression:  true,
 			WriteBufferSize:     64 << 10,
 		}
