@@ -5,8 +5,8 @@
 // A request can be used in two forms: as a chain of block hashes for a
 // simulator ([Request.AppendBlocks]) and as an OpenAI request body for a real
 // server ([Request.AppendBody]). Both keep what matters to a prefix cache: two
-// requests share a leading part in either form exactly as far as they shared
-// it when they were recorded.
+// requests share the leading part that they shared when they were recorded, and
+// at most a few made-up words more.
 //
 // Traces are read with [Open]; [Workload] generates one.
 package trace
