@@ -75,13 +75,16 @@ func (d *Decoder) Decode(payload []byte) (*Batch, error) {
 		return nil, fmt.Errorf("payload of %d bytes is %w of %d", len(payload), errTooBig, d.limits.PayloadBytes)
 	}
 	d.reset()
-	ts, events, rank, err := splitBatch(payload)
-	if err != nil {
-		return nil, fmt.Errorf("decode batch of %d bytes: %w", len(payload), err)
+	var err error
+	switch msgp.NextType(payload) {
+	case msgp.ArrayType:
+		err = d.arrayBatch(payload)
+	case msgp.MapType:
+		err = d.mapBatch(payload)
+	default:
+		err = fmt.Errorf("starts with %v, want an array or a map", msgp.NextType(payload))
 	}
-	d.batch.Time = batchTime(ts)
-	d.batch.Rank = batchRank(rank)
-	if err := d.events(events); err != nil {
+	if err != nil {
 		return nil, fmt.Errorf("decode batch of %d bytes: %w", len(payload), err)
 	}
 	return &d.batch, nil
@@ -103,58 +106,125 @@ func (d *Decoder) reset() {
 	d.hashes, d.tokens, d.extra = d.hashes[:0], d.tokens[:0], d.extra[:0]
 }
 
-// splitBatch finds the batch's three elements without looking into them. ts and rank may be empty.
-func splitBatch(b []byte) (ts, events, rank []byte, err error) {
-	switch msgp.NextType(b) {
-	case msgp.ArrayType:
-		n, rest, err := msgp.ReadArrayHeaderBytes(b)
-		if err != nil {
-			return nil, nil, nil, err
-		}
-		if n < 2 {
-			return nil, nil, nil, fmt.Errorf("array of %d elements, want at least 2", n)
-		}
-		var parts [3][]byte
-		for i := range min(int(n), len(parts)) {
-			if parts[i], rest, err = cut(rest); err != nil {
-				return nil, nil, nil, err
-			}
-		}
-		return parts[0], parts[1], parts[2], nil
-	case msgp.MapType:
-		n, rest, err := msgp.ReadMapHeaderBytes(b)
-		if err != nil {
-			return nil, nil, nil, err
-		}
-		for range n {
-			var key, value []byte
-			if key, value, rest, err = cutField(rest); err != nil {
-				return nil, nil, nil, err
-			}
-			switch string(key) {
-			case "ts", "timestamp":
-				ts = value
-			case "events":
-				events = value
-			case "data_parallel_rank", "attn_dp_rank", "dp_rank":
-				rank = value
-			}
-		}
-		if events == nil {
-			return nil, nil, nil, errors.New("map without events")
-		}
-		return ts, events, rank, nil
+// arrayBatch reads [ts, events, rank, …]; the first vLLM versions and other engines leave the rank out.
+func (d *Decoder) arrayBatch(b []byte) error {
+	n, rest, err := msgp.ReadArrayHeaderBytes(b)
+	if err != nil {
+		return err
 	}
-	return nil, nil, nil, fmt.Errorf("starts with %v, want an array or a map", msgp.NextType(b))
+	if n < 2 {
+		return fmt.Errorf("array of %d elements, want at least 2", n)
+	}
+	ts, rest, err := cut(rest)
+	if err != nil {
+		return err
+	}
+	d.batch.Time = batchTime(ts)
+	if rest, err = d.events(rest); err != nil || n == 2 {
+		return err
+	}
+	rank, _, err := cut(rest)
+	d.batch.Rank = batchRank(rank)
+	return err
+}
+
+func (d *Decoder) mapBatch(b []byte) error {
+	n, rest, err := msgp.ReadMapHeaderBytes(b)
+	if err != nil {
+		return err
+	}
+	var events []byte
+	for range n {
+		var key, value []byte
+		if key, value, rest, err = cutField(rest); err != nil {
+			return err
+		}
+		switch string(key) {
+		case "ts", "timestamp":
+			d.batch.Time = batchTime(value)
+		case "events":
+			events = value
+		case "data_parallel_rank", "attn_dp_rank", "dp_rank":
+			d.batch.Rank = batchRank(value)
+		}
+	}
+	if events == nil {
+		return errors.New("map without events")
+	}
+	_, err = d.events(events)
+	return err
 }
 
 // cut splits the first object off b.
 func cut(b []byte) (object, rest []byte, err error) {
-	rest, err = msgp.Skip(b)
+	n, err := extent(b)
 	if err != nil {
 		return nil, nil, err
 	}
-	return b[:len(b)-len(rest)], rest, nil
+	return b[:n], b[n:], nil
+}
+
+// extent returns the number of bytes of the first object of b. Unlike msgp.Skip it does not recurse, so that nesting costs no stack,
+// and it is quick about the numbers that make up nearly all of a payload.
+func extent(b []byte) (int, error) {
+	at := 0
+	for open := 1; open > 0; open-- {
+		if at >= len(b) {
+			return 0, msgp.ErrShortBytes
+		}
+		size, children := uint64(1), uint64(0)
+		switch lead := b[at]; {
+		case lead < 0x80 || lead >= 0xe0: // small integers
+		case lead < 0x90:
+			children = 2 * uint64(lead&0x0f)
+		case lead < 0xa0:
+			children = uint64(lead & 0x0f)
+		case lead < 0xc0:
+			size = 1 + uint64(lead&0x1f)
+		default:
+			shape := shapes[lead-0xc0]
+			size = uint64(shape.head)
+			if size == 0 || size > uint64(len(b)-at) {
+				return 0, msgp.ErrShortBytes
+			}
+			if shape.length > 0 {
+				n := bigEndian(b[at+1 : at+1+int(shape.length)])
+				size += n * uint64(shape.bytes)
+				children = n * uint64(shape.children)
+			}
+		}
+		if left := uint64(len(b) - at); size > left || children > left {
+			return 0, msgp.ErrShortBytes // every child takes a byte at least
+		}
+		at += int(size)
+		open += int(children)
+	}
+	return at, nil
+}
+
+func bigEndian(b []byte) uint64 {
+	n := uint64(0)
+	for _, c := range b {
+		n = n<<8 | uint64(c)
+	}
+	return n
+}
+
+// shape says how an object that starts with a byte from 0xc0 to 0xdf goes on: the size of its head, how many bytes of that, after the
+// first, are a length, and how many bytes and how many child objects follow for each unit of it.
+type shape struct{ head, length, bytes, children uint8 }
+
+var shapes = [0x20]shape{
+	0x00: {head: 1}, 0x02: {head: 1}, 0x03: {head: 1}, // nil, false, true; 0xc1 is not used
+	0x04: {2, 1, 1, 0}, 0x05: {3, 2, 1, 0}, 0x06: {5, 4, 1, 0}, // bin
+	0x07: {3, 1, 1, 0}, 0x08: {4, 2, 1, 0}, 0x09: {6, 4, 1, 0}, // ext
+	0x0a: {head: 5}, 0x0b: {head: 9}, // float
+	0x0c: {head: 2}, 0x0d: {head: 3}, 0x0e: {head: 5}, 0x0f: {head: 9}, // uint
+	0x10: {head: 2}, 0x11: {head: 3}, 0x12: {head: 5}, 0x13: {head: 9}, // int
+	0x14: {head: 3}, 0x15: {head: 4}, 0x16: {head: 6}, 0x17: {head: 10}, 0x18: {head: 18}, // fixext
+	0x19: {2, 1, 1, 0}, 0x1a: {3, 2, 1, 0}, 0x1b: {5, 4, 1, 0}, // str
+	0x1c: {3, 2, 0, 1}, 0x1d: {5, 4, 0, 1}, // array
+	0x1e: {3, 2, 0, 2}, 0x1f: {5, 4, 0, 2}, // map
 }
 
 // cutField splits a key and its value off b. A key that is no text comes back empty.
@@ -162,7 +232,7 @@ func cutField(b []byte) (key, value, rest []byte, err error) {
 	if t := msgp.NextType(b); t == msgp.StrType {
 		key, rest, err = msgp.ReadStringZC(b)
 	} else {
-		rest, err = msgp.Skip(b)
+		_, rest, err = cut(b)
 	}
 	if err != nil {
 		return nil, nil, nil, err
@@ -207,18 +277,19 @@ func batchRank(b []byte) int {
 	return int(rank)
 }
 
-func (d *Decoder) events(b []byte) error {
+// events reads the list of events at the start of b and returns what follows it.
+func (d *Decoder) events(b []byte) ([]byte, error) {
 	if msgp.IsNil(b) {
-		return nil
+		return b[1:], nil
 	}
 	n, rest, err := msgp.ReadArrayHeaderBytes(b)
 	if err != nil {
-		return fmt.Errorf("events: %w", err)
+		return nil, fmt.Errorf("events: %w", err)
 	}
 	for i := range n {
 		var one []byte
 		if one, rest, err = cut(rest); err != nil {
-			return fmt.Errorf("event %d of %d: %w", i, n, err)
+			return nil, fmt.Errorf("event %d of %d: %w", i, n, err)
 		}
 		if len(d.batch.Events) >= d.limits.Events {
 			d.batch.Skipped.TooBig++
@@ -226,7 +297,7 @@ func (d *Decoder) events(b []byte) error {
 		}
 		d.event(one)
 	}
-	return nil
+	return rest, nil
 }
 
 // event decodes one event and appends it to the batch, or counts why not.
@@ -472,7 +543,7 @@ func (d *Decoder) readHashes(b []byte) ([]BlockHash, error) {
 	if err != nil {
 		return nil, errMalformed
 	}
-	if int(n) > d.limits.Blocks {
+	if int64(n) > int64(d.limits.Blocks) {
 		return nil, errTooBig
 	}
 	start := len(d.hashes)
@@ -519,7 +590,7 @@ func (d *Decoder) readTokens(b []byte) ([]uint32, error) {
 	if err != nil {
 		return nil, errMalformed
 	}
-	if int(n) > d.limits.Tokens {
+	if int64(n) > int64(d.limits.Tokens) {
 		return nil, errTooBig
 	}
 	start := len(d.tokens)

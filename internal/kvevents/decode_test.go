@@ -324,6 +324,32 @@ func TestDecodeTruncated(t *testing.T) {
 	}
 }
 
+// FuzzExtent checks the own skipping against the library's.
+func FuzzExtent(f *testing.F) {
+	for _, s := range golden(f).Samples {
+		f.Add(fromHex(f, s.PayloadHex))
+	}
+	for lead := range 256 {
+		f.Add(append([]byte{byte(lead)}, make([]byte, 40)...))
+		f.Add([]byte{byte(lead), 0, 0, 0, 2, 1, 1, 1, 1})
+		f.Add([]byte{byte(lead), 0, 2, 1, 1, 1, 1})
+		f.Add([]byte{byte(lead), 2, 1, 1, 1, 1})
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		if len(b) > 1<<16 {
+			return // the library gives up on deep nesting
+		}
+		n, err := extent(b)
+		rest, want := msgp.Skip(b)
+		if (err == nil) != (want == nil) {
+			t.Fatalf("% x: error %v, want %v", b, err, want)
+		}
+		if err == nil && n != len(b)-len(rest) {
+			t.Fatalf("% x: %d bytes, want %d", b, n, len(b)-len(rest))
+		}
+	})
+}
+
 func FuzzDecode(f *testing.F) {
 	for _, s := range golden(f).Samples {
 		f.Add(fromHex(f, s.PayloadHex))

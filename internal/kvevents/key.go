@@ -92,10 +92,10 @@ func (d *Decoder) readExtra(b []byte, lora string, blocks int) ([]Extra, error) 
 	if err != nil {
 		return nil, errMalformed
 	}
-	if int(n) > d.limits.Blocks {
+	if int64(n) > int64(d.limits.Blocks) {
 		return nil, errTooBig
 	}
-	start, any := len(d.extra), false
+	start, some := len(d.extra), false
 	for range min(int(n), blocks) {
 		var one []byte
 		if one, rest, err = cut(rest); err != nil {
@@ -105,10 +105,10 @@ func (d *Decoder) readExtra(b []byte, lora string, blocks int) ([]Extra, error) 
 		if err != nil {
 			return nil, err
 		}
-		any = any || e != 0
+		some = some || e != 0
 		d.extra = append(d.extra, e)
 	}
-	if !any {
+	if !some {
 		d.extra = d.extra[:start]
 		return nil, nil
 	}
