@@ -2,12 +2,7 @@
 
 package prompt
 
-import (
-	"bytes"
-	"encoding/binary"
-
-	"github.com/cespare/xxhash/v2"
-)
+import "encoding/binary"
 
 // BlockSize is the number of bytes of prompt text in a block: 64 token ids of four bytes, or about 64
 // tokens of English text.
@@ -33,7 +28,8 @@ const (
 // text takes the text of a prompt piece by piece and hashes it block by block. A whole block is hashed
 // where it lies in the body; only what falls between two pieces is copied, to stage.
 type text struct {
-	hash  uint64    // of the full blocks so far, and of the seed
+	key   key
+	hash  uint64    // of the full blocks so far, and of what the text started from
 	chain *[]uint64 // where the hash of each block goes; nil to drop them
 	full  int       // full blocks so far
 	done  bool      // the body was cut here: whatever follows is ignored
@@ -43,21 +39,19 @@ type text struct {
 	stage [BlockSize]byte
 }
 
-// blockHash is the hash of one block on its own. Blocks are hashed apart and then folded, rather than
-// each with the hash of the one before in front, because so the processor works on several at once.
-func blockHash(b []byte) uint64 { return xxhash.Sum64(b) }
-
-func (t *text) block(b []byte) {
-	t.hash = fold(t.hash, blockHash(b))
+func (t *text) block(b *[BlockSize]byte) {
+	t.hash = t.key.block(t.hash, b)
 	t.full++
 	if t.chain != nil {
 		*t.chain = append(*t.chain, t.hash)
 	}
 }
 
-// key is the hash of everything so far, to the byte.
-func (t *text) key() uint64 {
-	return mix(fold(t.hash, blockHash(t.stage[:t.n])) + uint64(t.n))
+// sum is the hash of everything so far, to the byte. It changes nothing.
+func (t *text) sum() uint64 {
+	var b [BlockSize]byte
+	copy(b[:], t.stage[:t.n])
+	return mix(t.key.block(t.hash, &b) + uint64(t.n))
 }
 
 // bytes is how long the text is so far.
@@ -78,10 +72,10 @@ func (t *text) raw(b []byte) {
 		if t.n < BlockSize {
 			return
 		}
-		t.block(t.stage[:])
+		t.block(&t.stage)
 	}
 	for len(b) >= BlockSize {
-		t.block(b[:BlockSize])
+		t.block((*[BlockSize]byte)(b))
 		b = b[BlockSize:]
 	}
 	t.n = copy(t.stage[:], b)
@@ -92,58 +86,48 @@ func (t *text) tag(tag ...byte) { t.raw(tag) }
 
 // escaped adds the content of strings as it stands in the body.
 func (t *text) escaped(s []byte, cut bool) {
+	if t.done {
+		return
+	}
 	if cut && len(s) > 0 && s[len(s)-1] == '\\' && startsEscape(s, len(s)-1) {
 		s = s[:len(s)-1]
 	}
 	// In steps that stay in the nearest cache from the search to the hash.
-	const step = 16 << 10
-	for len(s) > 0 {
-		part := s
-		if len(part) > step {
-			part = s[:wholeEscapes(s[:step])]
-		}
-		clean := rewritable(part)
-		t.raw(part[:clean])
-		s = s[clean:]
-		if clean < len(part) {
-			s = t.rewrite(s, cut)
+	const step = 8 << 10
+	for i := 0; i < len(s); {
+		end := min(i+step, len(s))
+		clean := rewritable(s, i, end)
+		t.raw(s[i:clean])
+		i = clean
+		if clean < end {
+			i += t.rewrite(s[i:], cut)
 		}
 	}
 }
 
-// wholeEscapes returns the length of s without a backslash at its end whose escape s cuts in two.
-func wholeEscapes(s []byte) int {
-	n := len(s)
-	if s[n-1] == '\\' && startsEscape(s, n-1) {
-		n--
-	}
-	return n
-}
-
-// rewrite adds the escapes at the start of s in canonical form, and returns what follows them.
-func (t *text) rewrite(s []byte, cut bool) []byte {
+// rewrite adds the escapes at the start of s in canonical form, and returns how many bytes they took.
+func (t *text) rewrite(s []byte, cut bool) int {
 	var room [64]byte
-	to := room[:0]
-	for len(s) > 1 && s[0] == '\\' && s[1]&1 != 0 {
-		r, size := unescape(s)
-		halfPair := cut && r >= 0xD800 && r < 0xDC00 && len(s) < 12
+	to, i := room[:0], 0
+	for i+1 < len(s) && s[i] == '\\' && s[i+1]&1 != 0 {
+		r, size := unescape(s[i:])
+		halfPair := cut && r >= 0xD800 && r < 0xDC00 && size == 6 && len(s)-i < 12
 		if size == 0 || halfPair {
-			s = nil
+			i = len(s)
 			break
 		}
-		if s[1] == '/' {
+		if s[i+1] == '/' {
 			to = append(to, '/')
 		} else {
 			to = appendCanonical(to, r)
 		}
-		s = s[size:]
-		if len(to) > len(room)-8 {
+		if i += size; len(to) > len(room)-8 {
 			t.raw(to)
 			to = room[:0]
 		}
 	}
 	t.raw(to)
-	return s
+	return i
 }
 
 // string adds the content of a string value.
@@ -158,7 +142,7 @@ func (t *text) json(v []byte) {
 	for i := 0; i < len(v); {
 		switch v[i] {
 		case '"':
-			i = min(endOfString(v, i+1)+1, len(v))
+			i = min(closingQuote(v, min(i+1, len(v)))+1, len(v))
 		case ' ', '\n', '\r', '\t':
 			t.escaped(v[from:i], false)
 			i = space(v, i)
@@ -191,11 +175,11 @@ func (t *text) media(v []byte) {
 		t.done = true
 		return
 	}
-	digest := text{}
+	digest := text{key: t.key}
 	digest.value(v)
 	t.tag(tagMedia)
 	var eight [8]byte
-	binary.LittleEndian.PutUint64(eight[:], digest.key())
+	binary.LittleEndian.PutUint64(eight[:], digest.sum())
 	for range mediaSize / len(eight) {
 		t.raw(eight[:])
 	}
@@ -219,7 +203,7 @@ func (t *text) ids(list []byte) (n int, ok bool) {
 		if i == len(s) {
 			break // perhaps only a part of the number
 		}
-		if i == from || !bytes.ContainsRune([]byte(", \n\r\t]"), rune(s[i])) {
+		if i == from || kinds[s[i]] == literal {
 			t.raw(to)
 			return n, false
 		}

@@ -29,14 +29,14 @@ const (
 func (r *reader) chat() Fault {
 	v := r.fields[fieldMessages]
 	if isArray(first(v)) {
-		batch := walkArray(v)
+		batch := r.walkArray(v)
 		v, _ = batch.next()
 		r.rest(batch)
 	}
 	if !isArray(v) {
 		return Shape
 	}
-	list := walkArray(v)
+	list := r.walkArray(v)
 	if !list.more() {
 		return Shape
 	}
@@ -71,7 +71,7 @@ func (r *reader) response() Fault {
 		r.endTurn()
 		return None
 	}
-	r.conversation(walkArray(v))
+	r.conversation(r.walkArray(v))
 	return None
 }
 
@@ -101,14 +101,14 @@ func (r *reader) conversation(list array) {
 
 func (r *reader) endTurn() {
 	r.inTurn, r.turnEnded = false, true
-	r.p.Turn, r.p.TurnKey = r.text.full, r.text.key()
+	r.p.Turn, r.p.TurnKey = r.text.full, r.text.sum()
 }
 
 // definitions adds tools and documents.
 func (r *reader) definitions() {
 	switch v := r.fields[fieldTools]; {
 	case isArray(v):
-		list := walkArray(v)
+		list := r.walkArray(v)
 		for {
 			tool, ok := list.next()
 			if !ok {
@@ -132,7 +132,7 @@ func (r *reader) tool(v []byte) {
 		t.json(v)
 		return
 	}
-	members := walkObject(v, 0)
+	members := r.walkObject(v, 0)
 	var room [48]byte
 	for {
 		key, value, ok := members.next()

@@ -11,7 +11,7 @@ func (r *reader) content(v []byte, depth int) {
 	switch {
 	case isBlank(v):
 	case isArray(v) && depth < maxParts:
-		parts := walkArray(v)
+		parts := r.walkArray(v)
 		var p part
 		for parts.more() && p.read(&parts) {
 			r.part(&p, depth)
@@ -29,7 +29,7 @@ func (r *reader) system(v []byte) {
 		r.content(v, 0)
 		return
 	}
-	blocks := walkArray(v)
+	blocks := r.walkArray(v)
 	var p part
 	for blocks.more() && p.read(&blocks) {
 		if !startsWith(p.text, "x-anthropic-billing-header") {
@@ -129,7 +129,7 @@ func (r *reader) media(v []byte) {
 		r.text.media(v)
 		return
 	}
-	members := walkObject(v, 0)
+	members := r.walkObject(v, 0)
 	var room [48]byte
 	content := v
 	for {

@@ -187,13 +187,13 @@ func (r *reader) scan(body []byte) Fault {
 	case start == len(body):
 		return Empty
 	case body[start] != '{':
-		if _, _, fault := next(body, start); fault == NotJSON {
+		if _, _, fault := r.next(body, start); fault == NotJSON {
 			return NotJSON
 		}
 		return Shape
 	}
 	var room [48]byte
-	members := walkObject(body, start)
+	members := r.walkObject(body, start)
 	for {
 		key, value, ok := members.next()
 		if !ok {
@@ -209,9 +209,9 @@ func (r *reader) scan(body []byte) Fault {
 	return members.fault
 }
 
-// head hashes the seed and the fields of the head.
-func (r *reader) head(seed uint64) uint64 {
-	t := text{hash: mix(seed + prime1)}
+// head hashes the fields of the head.
+func (r *reader) head(k key) uint64 {
+	t := text{key: k}
 	t.tag(tagField, byte(r.family()))
 	for f := range headEnd {
 		if v := r.fields[f]; !isNull(v) {
@@ -222,5 +222,5 @@ func (r *reader) head(seed uint64) uint64 {
 	if is(r.fields[fieldToolChoice], "none") {
 		t.tag(tagField, byte(fieldToolChoice))
 	}
-	return t.key()
+	return t.sum()
 }

@@ -78,6 +78,8 @@ type Prompt struct {
 	Stream bool
 	// Truncated says that the body ended early for our own limit, and the chain covers what was seen.
 	Truncated bool
+
+	long []stringEnd // memory of the scanner, kept from one Read to the next
 }
 
 // Read reads a request's body. whole tells that body is all of it; otherwise it is the beginning, and
@@ -90,8 +92,9 @@ type Prompt struct {
 func (p *Prompt) Read(api API, body []byte, whole bool, seed uint64) Fault {
 	old := *p
 	*p = Prompt{API: api, Chain: old.Chain[:0]}
-	r := reader{}
+	r := reader{scanner: scanner{long: old.long[:0]}}
 	fault := r.scan(body)
+	p.long, r.complete = r.long, true
 	if fault == Cut && !whole {
 		p.Truncated = true
 		fault = None
@@ -105,8 +108,8 @@ func (p *Prompt) Read(api API, body []byte, whole bool, seed uint64) Fault {
 		p.API = r.api
 	}
 	r.p = p
-	r.text.hash = r.head(seed)
-	r.text.chain = &p.Chain
+	k := newKey(seed)
+	r.text = text{key: k, hash: r.head(k), chain: &p.Chain}
 	if fault = r.read(); fault != None {
 		p.Chain, p.Extra, p.Tokens, p.Turn, p.TurnKey = p.Chain[:0], 0, 0, 0, 0
 		if p.Truncated {
@@ -116,7 +119,7 @@ func (p *Prompt) Read(api API, body []byte, whole bool, seed uint64) Fault {
 	}
 	p.Bytes = r.text.bytes()
 	if !r.turnEnded {
-		p.TurnKey = r.text.key()
+		p.TurnKey = r.text.sum()
 	}
 	return None
 }

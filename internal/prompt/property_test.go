@@ -37,7 +37,7 @@ func difference(a, b Prompt) string {
 		}
 		return fmt.Sprintf("chains of %d and %d blocks part after %d", len(a.Chain), len(b.Chain), same)
 	}
-	a.Chain, b.Chain = nil, nil
+	a.Chain, b.Chain, a.long, b.long = nil, nil, nil, nil
 	if x, y := fmt.Sprintf("%+v", a), fmt.Sprintf("%+v", b); x != y {
 		return x + "\n" + y
 	}

@@ -4,6 +4,7 @@ package prompt
 
 // reader reads one body.
 type reader struct {
+	scanner
 	p      *Prompt
 	api    API
 	fields [fieldCount][]byte
@@ -134,7 +135,7 @@ func (r *reader) list(v []byte) Fault {
 	case !isArray(v):
 		return Shape
 	}
-	prompts := walkArray(v)
+	prompts := r.walkArray(v)
 	head, ok := prompts.next()
 	switch {
 	case !ok:
@@ -181,7 +182,7 @@ func (r *reader) pair() Fault {
 	queries := r.either(fieldQueries, fieldQuery, fieldText1)
 	texts := r.either(fieldDocuments, fieldText2, fieldItems)
 	if isArray(queries) && !isNumber(first(queries)) {
-		list := walkArray(queries)
+		list := r.walkArray(queries)
 		head, ok := list.next()
 		if !ok {
 			return Shape
@@ -202,7 +203,7 @@ func (r *reader) pair() Fault {
 		return Shape
 	}
 	if isArray(texts) && !isNumber(first(texts)) {
-		r.rest(walkArray(texts))
+		r.rest(r.walkArray(texts))
 	} else {
 		r.extra(texts)
 	}
@@ -226,14 +227,14 @@ func (r *reader) extra(v []byte) {
 		return
 	}
 	own := r.text
-	r.text = text{count: true}
+	r.text = text{key: own.key, count: true}
 	switch e := first(v); {
 	case isString(v):
 		r.text.string(v)
 	case isNumber(e):
 		r.text.ids(v)
 	case isObject(e): // a conversation of a batch
-		list := walkArray(v)
+		list := r.walkArray(v)
 		for m, ok := list.next(); ok; m, ok = list.next() {
 			r.single(m)
 		}
@@ -248,7 +249,7 @@ func (r *reader) extra(v []byte) {
 func (r *reader) single(v []byte) {
 	var m message
 	if isObject(v) {
-		members := walkObject(v, 0)
+		members := r.walkObject(v, 0)
 		m.members(&members)
 	}
 	if m.content == nil {

@@ -13,13 +13,11 @@ import (
 	"slices"
 	"strings"
 	"unicode/utf8"
-
-	"github.com/cespare/xxhash/v2"
 )
 
 // The reference: encoding/json decodes the body into a tree, the tree is written out as one long text,
 // the text is cut into blocks. It shares with the code under test the numbers of tags, fields and
-// members, and the two functions fold and mix.
+// members, and the hash of a single block.
 
 // node is a decoded value. Objects keep their members in order.
 type node struct {
@@ -147,6 +145,7 @@ func (n node) json() string {
 }
 
 type referenceReader struct {
+	key     key
 	body    node
 	api     API
 	text    []byte
@@ -193,7 +192,7 @@ func referenceRead(api API, body []byte, seed uint64) (Prompt, Fault, error) {
 	stream := root.get("stream")
 	p.Stream = stream.kind == 'n' && stream.str == "true"
 
-	r := &referenceReader{body: root, api: api, turnEnd: -1}
+	r := &referenceReader{key: newKey(seed), body: root, api: api, turnEnd: -1}
 	r.resolve()
 	if api == Invocations {
 		p.API = r.api
@@ -201,15 +200,9 @@ func referenceRead(api API, body []byte, seed uint64) (Prompt, Fault, error) {
 	if f := r.read(); f != None {
 		return p, f, nil
 	}
-	start := r.head(seed)
+	start := r.head()
 	at := func(n int) (hash uint64, chain []uint64) {
-		hash = start
-		for i := 0; i+BlockSize <= n; i += BlockSize {
-			hash = fold(hash, xxhash.Sum64(r.text[i:i+BlockSize]))
-			chain = append(chain, hash)
-		}
-		rest := r.text[n/BlockSize*BlockSize : n]
-		return mix(fold(hash, xxhash.Sum64(rest)) + uint64(len(rest))), chain
+		return referenceHash(r.key, start, r.text[:n])
 	}
 	p.TurnKey, p.Chain = at(len(r.text))
 	if r.turnEnd >= 0 {
@@ -260,7 +253,7 @@ func (r *referenceReader) either(keys ...string) node {
 	return node{}
 }
 
-func (r *referenceReader) head(seed uint64) uint64 {
+func (r *referenceReader) head() uint64 {
 	ofList := func(n node) family {
 		if e := n.first(); e.number() || e.kind == 'a' {
 			return tokens
@@ -297,12 +290,20 @@ func (r *referenceReader) head(seed uint64) uint64 {
 	if r.body.get("tool_choice").is("none") {
 		sub.text = append(sub.text, tagField, byte(fieldToolChoice))
 	}
-	hash := mix(seed + prime1)
-	for len(sub.text) >= BlockSize {
-		hash = fold(hash, xxhash.Sum64(sub.text[:BlockSize]))
-		sub.text = sub.text[BlockSize:]
+	sum, _ := referenceHash(r.key, 0, sub.text)
+	return sum
+}
+
+// referenceHash hashes a text, and returns the hash of each full block.
+func referenceHash(k key, hash uint64, text []byte) (sum uint64, chain []uint64) {
+	for len(text) >= BlockSize {
+		hash = k.block(hash, (*[BlockSize]byte)(text))
+		chain = append(chain, hash)
+		text = text[BlockSize:]
 	}
-	return mix(fold(hash, xxhash.Sum64(sub.text)) + uint64(len(sub.text)))
+	rest := [BlockSize]byte{}
+	copy(rest[:], text)
+	return mix(k.block(hash, &rest) + uint64(len(text))), chain
 }
 
 func (r *referenceReader) read() Fault {
@@ -404,7 +405,7 @@ func (r *referenceReader) pair() Fault {
 
 func (r *referenceReader) rest(list []node) {
 	for _, n := range list {
-		sub := referenceReader{}
+		sub := referenceReader{key: r.key}
 		switch e := n.first(); {
 		case n.kind == 0:
 			continue
@@ -460,15 +461,10 @@ func (r *referenceReader) parts(number byte, n node) {
 func (r *referenceReader) media(n node) {
 	digest := referenceReader{}
 	digest.value(n)
-	hash := uint64(0)
-	for len(digest.text) >= BlockSize {
-		hash = fold(hash, xxhash.Sum64(digest.text[:BlockSize]))
-		digest.text = digest.text[BlockSize:]
-	}
-	key := mix(fold(hash, xxhash.Sum64(digest.text)) + uint64(len(digest.text)))
+	sum, _ := referenceHash(r.key, 0, digest.text)
 	r.text = append(r.text, tagMedia)
 	for range 128 {
-		r.text = binary.LittleEndian.AppendUint64(r.text, key)
+		r.text = binary.LittleEndian.AppendUint64(r.text, sum)
 	}
 }
 

@@ -31,49 +31,117 @@ func space(b []byte, i int) int {
 	return i
 }
 
+// scanner remembers where long strings end, so that a body's text is searched for quotes only once,
+// however often the values around it are walked over.
+type scanner struct {
+	long     []stringEnd // in the order of the body
+	at       int         // the one likely to be asked for next
+	complete bool        // the whole body has been scanned
+}
+
+// stringEnd says where a string starts and ends, counted from the body's end: the same for all slices of
+// the body.
+type stringEnd struct{ from, to int }
+
+// nearby is how far the end of a string is looked for before it counts as long.
+const nearby = 64
+
 // endOfString returns where the closing quote of a string is whose content starts at i, or len(b).
-func endOfString(b []byte, i int) int {
+func (s *scanner) endOfString(b []byte, i int) int {
 	// Keys, roles and ids are short: a call would take longer than these eight bytes.
 	if i+8 <= len(b) {
 		word := binary.LittleEndian.Uint64(b[i:])
-		quotes := hasZero(word ^ ('"' * ones))
-		if slashes := hasZero(word ^ ('\\' * ones)); quotes&-quotes < slashes&-slashes || slashes == 0 {
-			if quotes != 0 {
-				return i + bits.TrailingZeros64(quotes)/8
+		quotes, slashes := hasZero(word^('"'*ones)), hasZero(word^('\\'*ones))
+		if quotes != 0 && slashes == 0 {
+			return i + bits.TrailingZeros64(quotes)/8
+		}
+	}
+	if i >= len(b) {
+		return len(b)
+	}
+	if at := bytes.IndexByte(b[i:min(i+nearby, len(b))], '"'); at >= 0 && !isEscaped(b[i:], at) {
+		return i + at
+	}
+	if !s.complete {
+		end := closingQuote(b, i)
+		s.long = append(s.long, stringEnd{cap(b) - i, cap(b) - end})
+		return end
+	}
+	if to, ok := s.recall(cap(b) - i); ok {
+		return min(cap(b)-to, len(b))
+	}
+	return closingQuote(b, i)
+}
+
+// recall finds the end of a long string seen before.
+func (s *scanner) recall(from int) (to int, ok bool) {
+	if s.at >= len(s.long) || s.long[s.at].from != from {
+		low, high := 0, len(s.long)
+		for low < high {
+			if middle := (low + high) / 2; s.long[middle].from > from {
+				low = middle + 1
+			} else {
+				high = middle
+			}
+		}
+		if low == len(s.long) || s.long[low].from != from {
+			return 0, false
+		}
+		s.at = low
+	}
+	to = s.long[s.at].to
+	s.at++
+	return to, true
+}
+
+// closingQuote is endOfString without a memory.
+func closingQuote(b []byte, i int) int {
+	for at := i; ; {
+		next := bytes.IndexByte(b[at:], '"')
+		if next < 0 {
+			return len(b)
+		}
+		at += next
+		if !isEscaped(b[i:], at-i) {
+			return at
+		}
+		at++
+		// Where one quote is escaped, more are near: JSON in JSON, or code.
+		for quiet := 0; quiet < 8 && at+8 <= len(b); at += 8 {
+			quotes := hasZero(binary.LittleEndian.Uint64(b[at:]) ^ ('"' * ones))
+			quiet++
+			for ; quotes != 0; quotes &= quotes - 1 {
+				quiet = 0
+				if quote := at + bits.TrailingZeros64(quotes)/8; b[quote] == '"' && !isEscaped(b[i:], quote-i) {
+					return quote
+				}
 			}
 		}
 	}
-	for from := i; ; {
-		at := bytes.IndexByte(b[from:], '"')
-		if at < 0 {
-			return len(b)
-		}
-		at += from
-		slash := at
-		for slash > from && b[slash-1] == '\\' {
-			slash--
-		}
-		if (at-slash)%2 == 0 {
-			return at
-		}
-		from = at + 1
+}
+
+// isEscaped reports whether an odd number of backslashes stands before s[i].
+func isEscaped(s []byte, i int) bool {
+	if i == 0 || s[i-1] != '\\' {
+		return false
 	}
+	return startsEscape(s, i-1)
 }
 
 // next returns the value that starts at i and the index behind it.
-func next(b []byte, i int) (value []byte, after int, fault Fault) {
+func (s *scanner) next(b []byte, i int) (value []byte, after int, fault Fault) {
 	if i >= len(b) {
 		return nil, i, Cut
 	}
 	switch b[i] {
 	case '"':
-		end := endOfString(b, i+1)
+		end := s.endOfString(b, i+1)
 		if end == len(b) {
 			return b[i:], end, Cut
 		}
 		return b[i:end], end + 1, None
 	case '{', '[':
-		end, fault := endOfNest(b, i)
+		end, fault := s.endOfNest(b, i)
 		return b[i:end], end, fault
 	}
 	end := i
@@ -113,12 +181,12 @@ var kinds = func() (k [256]kind) {
 }()
 
 // endOfNest returns the index behind the object or array that starts at i.
-func endOfNest(b []byte, i int) (int, Fault) {
+func (s *scanner) endOfNest(b []byte, i int) (int, Fault) {
 	depth := 0
 	for i < len(b) {
 		switch kinds[b[i]] {
 		case quote:
-			i = endOfString(b, i+1) + 1
+			i = s.endOfString(b, i+1) + 1
 			continue
 		case opening:
 			if depth++; depth > maxDepth {
@@ -150,6 +218,7 @@ func flat(word uint64) bool {
 
 // object walks over the members of an object.
 type object struct {
+	*scanner
 	b     []byte
 	start int
 	i     int
@@ -157,7 +226,9 @@ type object struct {
 }
 
 // walkObject walks over the object that starts at i, in the slice that value returns.
-func walkObject(b []byte, i int) object { return object{b: b, start: i, i: i + 1} }
+func (s *scanner) walkObject(b []byte, i int) object {
+	return object{scanner: s, b: b, start: i, i: i + 1}
+}
 
 // value is the object, as far as it has been walked over.
 func (o *object) value() []byte { return o.b[o.start:min(o.i, len(o.b))] }
@@ -177,7 +248,7 @@ func (o *object) next() (key, value []byte, ok bool) {
 	if b[i] != '"' {
 		return nil, nil, o.stop(i, NotJSON)
 	}
-	end := endOfString(b, i+1)
+	end := o.endOfString(b, i+1)
 	key = b[i+1 : end]
 	i = space(b, end+1)
 	if i >= len(b) {
@@ -186,7 +257,7 @@ func (o *object) next() (key, value []byte, ok bool) {
 	if b[i] != ':' {
 		return nil, nil, o.stop(i, NotJSON)
 	}
-	value, o.i, o.fault = next(b, space(b, i+1))
+	value, o.i, o.fault = o.scanner.next(b, space(b, i+1))
 	return key, value, len(value) > 0 && (o.fault == None || o.fault == Cut)
 }
 
@@ -197,17 +268,18 @@ func (o *object) stop(i int, fault Fault) bool {
 
 // array walks over the elements of an array.
 type array struct {
+	*scanner
 	b []byte
 	i int
 }
 
-func walkArray(b []byte) array { return array{b: b, i: 1} }
+func (s *scanner) walkArray(b []byte) array { return array{scanner: s, b: b, i: 1} }
 
 func (a *array) next() (value []byte, ok bool) {
 	if !a.more() {
 		return nil, false
 	}
-	value, a.i, _ = next(a.b, a.i)
+	value, a.i, _ = a.scanner.next(a.b, a.i)
 	return value, len(value) > 0
 }
 
@@ -222,7 +294,7 @@ func (a *array) more() bool {
 
 // object walks over the element that [array.more] moved to, if it is an object.
 func (a *array) object() (members object, ok bool) {
-	return walkObject(a.b, a.i), a.b[a.i] == '{'
+	return a.walkObject(a.b, a.i), a.b[a.i] == '{'
 }
 
 // The forms a value can have. An absent value and null are the same to every engine.
@@ -233,14 +305,16 @@ func isObject(v []byte) bool { return len(v) > 0 && v[0] == '{' }
 func isNumber(v []byte) bool { return len(v) > 0 && (v[0] == '-' || v[0] >= '0' && v[0] <= '9') }
 func isNull(v []byte) bool   { return len(v) == 0 || string(v) == "null" }
 
-// first returns an array's first element, or nil.
+// first returns an array from its first element on, or nil when it has none.
 func first(v []byte) []byte {
 	if !isArray(v) {
 		return nil
 	}
-	list := walkArray(v)
-	value, _ := list.next()
-	return value
+	i := space(v, 1)
+	if i == len(v) || v[i] == ']' {
+		return nil
+	}
+	return v[i:]
 }
 
 // integer reads a plain integer, saturating; anything else is 0.
