@@ -16,8 +16,15 @@ const chunk = 512
 // that each stripe is locked once for all its changes and the memory
 // accesses of one lock overlap.
 type batch struct {
+	adds, drops             []uint64 // at most chunk each
+	sortedAdds, sortedDrops [chunk]uint64
+	warmed                  uint64 // what was read ahead
+}
+
+// changes are those of a batch to one stripe.
+type changes struct {
 	adds, drops []uint64
-	sorted      [chunk]uint64
+	warmed      *uint64
 }
 
 var batches = sync.Pool{New: func() any {
@@ -34,33 +41,39 @@ func (b *batch) free() {
 	batches.Put(b)
 }
 
-// byStripe yields each stripe with changes and the hashes that belong to it
-// (counting sort). At most chunk hashes.
-func (b *batch) byStripe(hashes []uint64) iter.Seq2[uint64, []uint64] {
-	return func(yield func(uint64, []uint64) bool) {
-		if len(hashes) == 0 {
+// byStripe yields each stripe with changes, and its changes.
+func (b *batch) byStripe() iter.Seq2[int, changes] {
+	return func(yield func(int, changes) bool) {
+		if len(b.adds) == 0 && len(b.drops) == 0 {
 			return
 		}
-		var end [stripeCount]int
-		for _, h := range hashes {
-			end[stripeOf(h)]++
-		}
-		sum := 0
-		for st, n := range end {
-			end[st] = sum
-			sum += n
-		}
-		for _, h := range hashes {
-			st := stripeOf(h)
-			b.sorted[end[st]] = h
-			end[st]++
-		}
-		start := 0
-		for st, e := range end {
-			if e > start && !yield(uint64(st), b.sorted[start:e]) {
+		var endAdds, endDrops [stripeCount]uint16
+		sortByStripe(&b.sortedAdds, b.adds, &endAdds)
+		sortByStripe(&b.sortedDrops, b.drops, &endDrops)
+		adds, drops := uint16(0), uint16(0)
+		for st := range stripeCount {
+			ch := changes{b.sortedAdds[adds:endAdds[st]], b.sortedDrops[drops:endDrops[st]], &b.warmed}
+			adds, drops = endAdds[st], endDrops[st]
+			if len(ch.adds)+len(ch.drops) > 0 && !yield(st, ch) {
 				return
 			}
-			start = e
 		}
+	}
+}
+
+// sortByStripe is a counting sort. It leaves in end where each stripe's part ends.
+func sortByStripe(sorted *[chunk]uint64, hashes []uint64, end *[stripeCount]uint16) {
+	for _, h := range hashes {
+		end[stripeOf(h)]++
+	}
+	sum := uint16(0)
+	for st, n := range end {
+		end[st] = sum
+		sum += n
+	}
+	for _, h := range hashes {
+		st := stripeOf(h)
+		sorted[end[st]] = h
+		end[st]++
 	}
 }

@@ -63,7 +63,7 @@ type cache struct {
 
 	numbers   []numberTable // by leading bits of the hash
 	numberLog uint          // log2 of len(numbers)
-	slots     int           // in all of numbers
+	buckets   int           // in all of numbers
 }
 
 const nodeBytes = int(unsafe.Sizeof(node{}))
@@ -96,57 +96,85 @@ func (c *cache) find(hash uint64) uint32 { return c.table(hash).find(c, hash) }
 // placed, and false if it had to stop: a hash known under
 // another parent means that the hashes of two prefixes collided, and the one known stays.
 // The chain is at most chunk blocks and, with all before it, at most capacity.
+//
+// What is held of it is a head; the rest is new. Both halves, and
+// the victims of the rest, are done as a batch: nearly every step is a cache miss, and misses cost a tenth
+// when the processor sees many of them in a row, so warm touches the memory first.
 func (c *cache) insert(after uint32, chain []uint64, b *batch) (last uint32, ok bool) {
-	for _, hash := range chain {
+	c.warm(chain, b)
+	for i, hash := range chain {
 		n := c.find(hash)
 		if n == 0 {
-			n = c.add(hash, after, b)
-		} else if c.at(n).parent != after {
-			return after, false
-		} else if c.at(after).next == n {
-			after = n
-			continue
-		} else {
-			c.unlink(n)
+			return c.extend(after, chain[i:], b)
 		}
-		c.link(n, after)
+		if c.at(n).parent != after {
+			return after, false
+		}
+		if c.at(after).next != n {
+			c.unlink(n)
+			c.link(n, after)
+		}
 		after = n
 	}
 	return after, true
 }
 
-// add makes a node for a block that is not held, evicting another if the
-// cache is full. The caller links it.
-func (c *cache) add(hash uint64, parent uint32, b *batch) uint32 {
-	if c.len >= c.capacity {
-		c.evict(b)
+// extend adds a chain of which the first block is not held, after making room for it.
+func (c *cache) extend(after uint32, chain []uint64, b *batch) (last uint32, ok bool) {
+	// A cache above its capacity, about to be trimmed, does not grow but is not trimmed here.
+	c.evict(min(len(chain), c.len+len(chain)-c.capacity), b)
+	for _, hash := range chain {
+		if c.find(hash) != 0 {
+			return after, false
+		}
+		n := c.take()
+		*c.at(n) = node{hash: hash, parent: after}
+		c.at(after).children++
+		c.link(n, after)
+		c.table(hash).put(c, hash, n)
+		c.len++
+		b.adds = append(b.adds, hash)
+		after = n
 	}
-	n := c.take()
-	*c.at(n) = node{hash: hash, parent: parent}
-	c.at(parent).children++
-	c.table(hash).put(c, hash, n)
-	c.len++
-	b.adds = append(b.adds, hash)
-	return n
+	return after, true
 }
 
-// evict takes out the least recently used block.
-func (c *cache) evict(b *batch) { c.delete(c.at(0).prev, b) }
+// warm brings the buckets of the hashes into the processor's cache.
+func (c *cache) warm(hashes []uint64, b *batch) {
+	sum := uint32(0)
+	for _, hash := range hashes {
+		if t := c.table(hash); t.used > 0 {
+			sum += t.buckets[t.home(hash, c.numberLog)].header
+		}
+	}
+	b.warmed += uint64(sum)
+}
+
+// evict takes out the n least recently used blocks, if any.
+func (c *cache) evict(n int, b *batch) {
+	first := len(b.drops)
+	for victim := c.at(0).prev; n > 0; n-- {
+		b.drops = append(b.drops, c.at(victim).hash)
+		victim = c.at(victim).prev
+	}
+	victims := b.drops[first:]
+	c.warm(victims, b)
+	for range victims {
+		c.delete(c.at(0).prev)
+	}
+}
 
 // trim evicts down to capacity, at most chunk blocks. It reports whether there
 // is more to do.
 func (c *cache) trim(b *batch) (more bool) {
-	for c.len > c.capacity && len(b.drops) < chunk {
-		c.evict(b)
-	}
+	c.evict(min(c.len-c.capacity, chunk), b)
 	return c.len > c.capacity
 }
 
 // delete takes out a block without children.
-func (c *cache) delete(n uint32, b *batch) {
+func (c *cache) delete(n uint32) {
 	nd := c.at(n)
-	b.drops = append(b.drops, nd.hash)
-	c.table(nd.hash).delete(c, nd.hash, n)
+	c.table(nd.hash).delete(nd.hash, n, c.numberLog)
 	c.at(nd.parent&^lost).children--
 	c.unlink(n)
 	nd.next = c.free
@@ -179,7 +207,8 @@ func (c *cache) remove(hash uint64, b *batch, flush func()) {
 			if len(b.drops) == chunk {
 				flush()
 			}
-			c.delete(n, b)
+			b.drops = append(b.drops, c.at(n).hash)
+			c.delete(n)
 		}
 		if n == first {
 			return
@@ -252,63 +281,78 @@ func (c *cache) unlink(n uint32) {
 
 func (c *cache) bytes() int {
 	return len(c.pages)*pageSize*nodeBytes + cap(c.pages)*8 +
-		len(c.numbers)*int(unsafe.Sizeof(numberTable{})) + c.slots*4
+		len(c.numbers)*int(unsafe.Sizeof(numberTable{})) + c.buckets*numberBucketBytes
 }
 
-// numberTable finds a node's number by its hash. The hash itself is in the node, so a
-// slot is only 32 bits: 24 for the number and 8 of the hash, which spare all but
-// one in 256 needless looks at a node. Linear probing over 16 slots a cache
-// line makes high loads cheap; removal leaves no tombstones. A replica
-// has several such tables, each small enough to grow at once.
+// numberTable finds a node's number by its hash. The hash itself is in the node, so an
+// entry is only 32 bits: 24 for the number and 8 of the hash, which spare all but
+// one in 256 needless looks at a node, and 15 entries with a header fill one
+// cache line, a bucket. The home bucket of a hash is found by multiplication, so that
+// the size need not be a power of two and the table fits its capacity.
+//
+// An entry whose home is full goes to the next bucket with room, and each full bucket
+// counts the entries that passed it. So a search ends at the first bucket that
+// nobody passed, mostly the home; and removal only lowers the counts on the way. It
+// leaves no tombstones, which would force a rebuild now and then for ever in a cache that
+// is always full, and moves no entries, which would need the hashes of
+// their nodes: a cache miss each.
+//
+// A replica has several such tables, each small enough to grow at once.
 type numberTable struct {
-	slots []uint32 // hash<<24 | number; 0 is vacant, as number 0 is the list's end
-	used  int
+	buckets []numberBucket
+	used    int
 }
+
+// numberBucket is a cache line. Its entries are the first length(), in any order.
+type numberBucket struct {
+	header  uint32 // length in the low 8 bits, number of entries that passed above
+	entries [15]uint32
+}
+
+const (
+	numberBucketBytes = int(unsafe.Sizeof(numberBucket{}))
+	lengthMask        = 0xff
+	onePassed         = lengthMask + 1
+)
+
+func (bk *numberBucket) length() int  { return int(bk.header & lengthMask) }
+func (bk *numberBucket) passed() bool { return bk.header >= onePassed }
+func (bk *numberBucket) full() bool   { return bk.length() == len(bk.entries) }
 
 func (t *numberTable) home(hash uint64, log uint) int {
-	at, _ := bits.Mul64(hash<<log, uint64(len(t.slots)))
+	at, _ := bits.Mul64(hash<<log, uint64(len(t.buckets)))
 	return int(at)
 }
 
 func (t *numberTable) next(i int) int {
-	if i++; i < len(t.slots) {
+	if i++; i < len(t.buckets) {
 		return i
 	}
 	return 0
 }
 
-func (t *numberTable) distance(i, j int) int {
-	if j < i {
-		j += len(t.slots)
-	}
-	return j - i
-}
-
-func tag(hash uint64) uint32 { return uint32(hash) << nodeBits }
+func numberEntry(hash uint64, n uint32) uint32 { return uint32(hash)<<nodeBits | n }
 
 func (t *numberTable) find(c *cache, hash uint64) uint32 {
-	if t.used == 0 {
-		return 0
-	}
-	want := tag(hash)
-	slots := t.slots
-	for i := t.home(hash, c.numberLog); ; {
-		s := slots[i]
-		if s == 0 {
+	i := t.home(hash, c.numberLog)
+	for range t.buckets { // once around at most: every bucket may have been passed
+		bk := &t.buckets[i]
+		for _, e := range bk.entries[:min(bk.length(), len(bk.entries))] {
+			if e>>nodeBits == uint32(hash)&0xff && c.at(e&nodeMask).hash == hash {
+				return e & nodeMask
+			}
+		}
+		if !bk.passed() {
 			return 0
 		}
-		if s&^nodeMask == want && c.at(s&nodeMask).hash == hash {
-			return s & nodeMask
-		}
-		if i++; i == len(slots) {
-			i = 0
-		}
+		i = t.next(i)
 	}
+	return 0
 }
 
 // put adds a hash that is not in the table. The node's hash must be set.
 func (t *numberTable) put(c *cache, hash uint64, n uint32) {
-	if t.used*20 >= len(t.slots)*17 { // load 85 %
+	if t.used*20 >= len(t.buckets)*len(numberBucket{}.entries)*17 { // load 85 %
 		t.grow(c)
 	}
 	t.place(hash, n, c.numberLog)
@@ -317,43 +361,46 @@ func (t *numberTable) put(c *cache, hash uint64, n uint32) {
 
 func (t *numberTable) place(hash uint64, n uint32, log uint) {
 	i := t.home(hash, log)
-	for t.slots[i] != 0 {
+	for t.buckets[i].full() {
+		t.buckets[i].header += onePassed
 		i = t.next(i)
 	}
-	t.slots[i] = tag(hash) | n
+	bk := &t.buckets[i]
+	bk.entries[bk.length()] = numberEntry(hash, n)
+	bk.header++
 }
 
 // grow enlarges the table by half, but not past what a full cache needs at a load
 // of 78 %: its share of the capacity with room for the luck of the hashes.
 func (t *numberTable) grow(c *cache) {
-	size := max(minEntries, len(t.slots)*3/2)
-	if full := (c.capacity>>c.numberLog)*32/25 + minEntries; len(t.slots) < full {
+	size := max(len(t.buckets)+1, len(t.buckets)*3/2)
+	if full := (c.capacity>>c.numberLog)/(15*78/100) + 1; len(t.buckets) < full {
 		size = min(size, full)
 	}
-	old := t.slots
-	t.slots = make([]uint32, size)
-	c.slots += size - len(old)
-	for _, s := range old {
-		if s != 0 {
-			t.place(c.at(s&nodeMask).hash, s&nodeMask, c.numberLog)
+	old := t.buckets
+	t.buckets = make([]numberBucket, size)
+	c.buckets += size - len(old)
+	for i := range old {
+		for _, e := range old[i].entries[:old[i].length()] {
+			t.place(c.at(e&nodeMask).hash, e&nodeMask, c.numberLog)
 		}
 	}
 }
 
-// delete vacates the slot of a hash in the table and pulls later slots forward, as
-// [segment.vacate] does.
-func (t *numberTable) delete(c *cache, hash uint64, n uint32) {
-	hole := t.home(hash, c.numberLog)
-	for t.slots[hole] != tag(hash)|n {
-		hole = t.next(hole)
-	}
-	for i := t.next(hole); t.slots[i] != 0; i = t.next(i) {
-		home := t.home(c.at(t.slots[i]&nodeMask).hash, c.numberLog)
-		if t.distance(home, i) >= t.distance(hole, i) {
-			t.slots[hole] = t.slots[i]
-			hole = i
+// delete takes out a hash that is in the table.
+func (t *numberTable) delete(hash uint64, n uint32, log uint) {
+	entry := numberEntry(hash, n)
+	for i := t.home(hash, log); ; i = t.next(i) {
+		bk := &t.buckets[i]
+		last := bk.length() - 1
+		for at := 0; at <= last; at++ {
+			if bk.entries[at] == entry {
+				bk.entries[at] = bk.entries[last]
+				bk.header--
+				t.used--
+				return
+			}
 		}
+		bk.header -= onePassed
 	}
-	t.slots[hole] = 0
-	t.used--
 }

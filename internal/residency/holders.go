@@ -31,8 +31,6 @@ type holders struct {
 type stripe struct {
 	mu       sync.RWMutex
 	segments [1 << segmentBits]segment
-	blocks   int      // entries in all segments
-	bytes    int      // of all segments' slices
 	_        [64]byte // keep the next stripe's lock off this cache line
 }
 
@@ -85,56 +83,37 @@ func (h *holders) appendLanes(dst []uint16, hash uint64) []uint16 {
 	return dst
 }
 
-// publish books what b collected for lane: what it dropped, then what it added.
+// publish books what b collected for lane: what it dropped and what it added.
 func (h *holders) publish(b *batch, lane uint32) {
-	for st, hashes := range b.byStripe(b.drops) {
-		h.stripes[st].drop(hashes, lane)
-	}
-	for st, hashes := range b.byStripe(b.adds) {
-		h.stripes[st].add(hashes, lane)
+	for st, changes := range b.byStripe() {
+		h.stripes[st].apply(changes, lane)
 	}
 	b.reset()
 }
 
-func (st *stripe) add(hashes []uint64, lane uint32) {
+func (st *stripe) apply(ch changes, lane uint32) {
 	st.mu.Lock()
-	for _, hash := range hashes {
-		seg := st.segment(hash)
-		if seg.full() {
-			// Segments start at different sizes so that they do not all grow,
-			// and are not all half empty, at the same time.
-			first := minEntries + int(hash>>(64-stripeBits-segmentBits)%4)
-			st.resize(seg, max(first, len(seg.entries)*3/2))
-		}
-		if seg.add(hash, lane) {
-			st.blocks++
-		}
-		st.bytes += seg.slabGrowth()
+	*ch.warmed += st.warm(ch.drops) + st.warm(ch.adds)
+	for _, hash := range ch.drops {
+		st.segment(hash).drop(hash, lane)
+	}
+	for _, hash := range ch.adds {
+		st.segment(hash).add(hash, lane)
 	}
 	st.mu.Unlock()
 }
 
-func (st *stripe) drop(hashes []uint64, lane uint32) {
-	st.mu.Lock()
+// warm brings the buckets of the hashes into the processor's cache: misses cost
+// a fraction when it sees many of them in a row. It returns something to keep, so that
+// the reads are not optimised away.
+func (st *stripe) warm(hashes []uint64) uint64 {
+	sum := uint64(0)
 	for _, hash := range hashes {
-		seg := st.segment(hash)
-		if seg.drop(hash, lane) {
-			st.blocks--
-		}
-		st.bytes += seg.slabGrowth()
-		if seg.sparse() {
-			st.resize(seg, max(minEntries, 2*seg.used))
-		} else if seg.lanes.idle() {
-			st.resize(seg, len(seg.entries))
+		if seg := st.segment(hash); seg.used > 0 {
+			sum += uint64(seg.buckets[seg.home(hash)].header)
 		}
 	}
-	st.mu.Unlock()
-}
-
-func (st *stripe) resize(seg *segment, size int) {
-	st.bytes -= seg.bytes()
-	seg.resize(size)
-	st.bytes += seg.bytes()
+	return sum
 }
 
 // size returns the number of distinct blocks held by any lane and the memory
@@ -144,167 +123,168 @@ func (h *holders) size() (blocks, bytes int) {
 	for i := range h.stripes {
 		st := &h.stripes[i]
 		st.rlock()
-		blocks += st.blocks
-		bytes += st.bytes
+		for j := range st.segments {
+			seg := &st.segments[j]
+			blocks += seg.used
+			bytes += cap(seg.buckets)*bucketBytes + cap(seg.lanes.words)*8
+		}
 		st.mu.RUnlock()
 	}
 	return blocks, bytes
 }
 
-// minEntries is the size of the smallest segment that holds anything.
-const minEntries = 8
+// segment is an open-addressing table. Hash and holders sit side by side, five blocks and a
+// header to a cache line, a bucket, so that a lookup touches one line, seldom
+// two. Homes, overflow and removal are those of [numberTable]; growth by half
+// keeps the load between 57 % and 85 %.
+type segment struct {
+	buckets []bucket
+	used    int
+	lanes   laneSlab
+}
+
+// bucket is a cache line. Its entries are the first length(), in any order.
+type bucket struct {
+	header  uint32 // as of numberBucket
+	entries [5]entry
+}
 
 // entry is one block. The hash is in two halves because a uint64 would align
 // the entry to 16 bytes instead of 12.
 type entry struct {
 	lo, hi uint32
-	lanes  laneSet // 0 marks a vacant entry
+	lanes  laneSet
 }
 
-const entryBytes = int(unsafe.Sizeof(entry{}))
+const (
+	bucketBytes   = int(unsafe.Sizeof(bucket{}))
+	bucketEntries = len(bucket{}.entries)
+)
 
 func (e *entry) hash() uint64 { return uint64(e.hi)<<32 | uint64(e.lo) }
 
-// segment is an open-addressing table with linear probing. Hash and holders
-// sit side by side, so that a lookup touches one cache line, seldom two; the home
-// of a hash is found by multiplication, so that the size need not be a power of
-// two and growth by half keeps the load between 53 % and 80 %. A removed entry is
-// filled by its successors instead of leaving a tombstone: a cache that is always full
-// removes as often as it adds, and tombstones would force rebuilds for ever.
-type segment struct {
-	entries []entry
-	used    int
-	lanes   laneSlab
-	slab    int // capacity of lanes.words when last counted
-}
+func (bk *bucket) length() int  { return int(bk.header & lengthMask) }
+func (bk *bucket) passed() bool { return bk.header >= onePassed }
+func (bk *bucket) full() bool   { return bk.length() == bucketEntries }
 
-func (seg *segment) full() bool { return seg.used*5 >= len(seg.entries)*4 }
-func (seg *segment) sparse() bool {
-	return seg.used*4 < len(seg.entries) && len(seg.entries) > 2*minEntries
-}
-
-func (seg *segment) bytes() int {
-	return cap(seg.entries)*entryBytes + seg.slab*8
-}
-
-// slabGrowth returns by how many bytes the slab grew since it was last asked.
-func (seg *segment) slabGrowth() int {
-	now := cap(seg.lanes.words)
-	grown := now - seg.slab
-	seg.slab = now
-	return grown * 8
+// find returns the entry with the hash, or nil.
+func (bk *bucket) find(hash uint64) *entry {
+	lo, hi := uint32(hash), uint32(hash>>32)
+	for i := range min(bk.length(), bucketEntries) {
+		if e := &bk.entries[i]; e.lo == lo && e.hi == hi {
+			return e
+		}
+	}
+	return nil
 }
 
 func (seg *segment) home(hash uint64) int {
-	at, _ := bits.Mul64(hash<<(stripeBits+segmentBits), uint64(len(seg.entries)))
+	at, _ := bits.Mul64(hash<<(stripeBits+segmentBits), uint64(len(seg.buckets)))
 	return int(at)
 }
 
 func (seg *segment) next(i int) int {
-	if i++; i < len(seg.entries) {
+	if i++; i < len(seg.buckets) {
 		return i
 	}
 	return 0
 }
 
-// distance is how many steps of probing lead from i to j.
-func (seg *segment) distance(i, j int) int {
-	if j < i {
-		j += len(seg.entries)
+func (seg *segment) find(hash uint64) *entry {
+	i := seg.home(hash)
+	for range seg.buckets { // once around at most: every bucket may have been passed
+		bk := &seg.buckets[i]
+		if e := bk.find(hash); e != nil || !bk.passed() {
+			return e
+		}
+		i = seg.next(i)
 	}
-	return j - i
-}
-
-// find returns where hash is or, with found false, where it would go. The table
-// must not be empty or full.
-func (seg *segment) find(hash uint64) (at int, found bool) {
-	lo, hi := uint32(hash), uint32(hash>>32)
-	entries := seg.entries
-	for i := seg.home(hash); ; {
-		e := &entries[i]
-		if e.lanes == 0 {
-			return i, false
-		}
-		if e.lo == lo && e.hi == hi {
-			return i, true
-		}
-		if i++; i == len(entries) {
-			i = 0
-		}
-	}
+	return nil
 }
 
 func (seg *segment) get(hash uint64) laneSet {
-	if seg.used == 0 {
-		return 0
+	if e := seg.find(hash); e != nil {
+		return e.lanes
 	}
-	at, _ := seg.find(hash)
-	return seg.entries[at].lanes
+	return 0
 }
 
-// add reports whether the block is new to the table.
-func (seg *segment) add(hash uint64, lane uint32) (isNew bool) {
-	at, found := seg.find(hash)
-	e := &seg.entries[at]
-	if !found {
-		*e = entry{lo: uint32(hash), hi: uint32(hash >> 32)}
-		seg.used++
+func (seg *segment) add(hash uint64, lane uint32) {
+	if e := seg.find(hash); e != nil {
+		e.lanes = seg.lanes.add(e.lanes, lane)
+		return
 	}
-	e.lanes = seg.lanes.add(e.lanes, lane)
-	return !found
+	if seg.used*20 >= len(seg.buckets)*bucketEntries*17 { // load 85 %
+		seg.resize(seg.larger(hash))
+	}
+	seg.place(entry{uint32(hash), uint32(hash >> 32), seg.lanes.add(0, lane)})
+	seg.used++
 }
 
-// drop reports whether nobody holds the block any more.
-func (seg *segment) drop(hash uint64, lane uint32) (gone bool) {
-	if seg.used == 0 {
-		return false
-	}
-	at, found := seg.find(hash)
-	if !found {
-		return false
-	}
-	e := &seg.entries[at]
-	if e.lanes = seg.lanes.remove(e.lanes, lane); e.lanes != 0 {
-		return false
-	}
-	seg.vacate(at)
-	seg.used--
-	return true
+// larger is the size to grow to. Segments start at different sizes, depending on bits
+// that all hashes of a segment share, so that they do not all grow, and are not all
+// half empty, at the same time.
+func (seg *segment) larger(hash uint64) int {
+	first := 2 + int(hash>>(64-stripeBits-segmentBits)&1)
+	return max(first, len(seg.buckets)+1, len(seg.buckets)*3/2)
 }
 
-// vacate empties an entry and pulls later ones forward over the hole, as far as
-// their homes allow, so that probing never stops early.
-func (seg *segment) vacate(hole int) {
-	for i := seg.next(hole); seg.entries[i].lanes != 0; i = seg.next(i) {
-		home := seg.home(seg.entries[i].hash())
-		if seg.distance(home, i) >= seg.distance(hole, i) {
-			seg.entries[hole] = seg.entries[i]
-			hole = i
+func (seg *segment) place(e entry) {
+	i := seg.home(e.hash())
+	for seg.buckets[i].full() {
+		seg.buckets[i].header += onePassed
+		i = seg.next(i)
+	}
+	bk := &seg.buckets[i]
+	bk.entries[bk.length()] = e
+	bk.header++
+}
+
+func (seg *segment) drop(hash uint64, lane uint32) {
+	e := seg.find(hash)
+	if e == nil {
+		return
+	}
+	if e.lanes = seg.lanes.remove(e.lanes, lane); e.lanes == 0 {
+		seg.delete(hash)
+	}
+	switch {
+	case seg.used*4 < len(seg.buckets)*bucketEntries && len(seg.buckets) > 4:
+		seg.resize(seg.used/3 + 1)
+	case seg.lanes.idle():
+		seg.resize(len(seg.buckets))
+	}
+}
+
+// delete takes out a hash that is in the table.
+func (seg *segment) delete(hash uint64) {
+	for i := seg.home(hash); ; i = seg.next(i) {
+		bk := &seg.buckets[i]
+		if e := bk.find(hash); e != nil {
+			*e = bk.entries[bk.length()-1]
+			bk.header--
+			seg.used--
+			return
 		}
+		bk.header -= onePassed
 	}
-	seg.entries[hole] = entry{}
 }
 
-// resize moves everything to a table of the given size and, when most of the
+// resize moves everything to a table of so many buckets and, when most of the
 // slab is idle, to a fresh slab.
 func (seg *segment) resize(size int) {
-	old := seg.entries
-	seg.entries = make([]entry, size)
-	oldLanes := seg.lanes
+	old, oldLanes := seg.buckets, seg.lanes
+	seg.buckets = make([]bucket, size)
 	compact := oldLanes.live < len(oldLanes.words)/2
 	if compact {
 		seg.lanes = laneSlab{words: make([]uint64, 0, oldLanes.live)}
 	}
 	for i := range old {
-		e := &old[i]
-		if e.lanes == 0 {
-			continue
-		}
-		at, _ := seg.find(e.hash())
-		seg.entries[at] = *e
-		if compact {
-			seg.entries[at].lanes = seg.lanes.moveFrom(&oldLanes, e.lanes)
+		for _, e := range old[i].entries[:old[i].length()] {
+			if compact {
+				e.lanes = seg.lanes.moveFrom(&oldLanes, e.lanes)
+			}
+			seg.place(e)
 		}
 	}
-	seg.slab = cap(seg.lanes.words)
 }

@@ -285,37 +285,47 @@ func checkInvariants(tb testing.TB, x *Index) {
 		}
 		pairs += r.cache.len
 	}
-	published, blocks, bytes := 0, 0, 0
+	published := 0
 	for i := range v.holders.stripes {
-		st := &v.holders.stripes[i]
-		for j := range st.segments {
-			seg := &st.segments[j]
-			used, live := 0, 0
-			for _, e := range seg.entries {
-				if e.lanes == 0 {
-					continue
-				}
-				used++
-				published += seg.lanes.count(e.lanes)
-				if e.lanes.wide() {
-					live += 1 << e.lanes.class()
-				}
+		for j := range v.holders.stripes[i].segments {
+			n, err := checkSegment(&v.holders.stripes[i].segments[j])
+			if err != nil {
+				tb.Fatalf("segment %d/%d: %v", i, j, err)
 			}
-			if used != seg.used || live != seg.lanes.live {
-				tb.Fatalf("segment %d/%d: %d entries and %d words, counted as %d and %d", i, j, used, live, seg.used, seg.lanes.live)
-			}
-			blocks += used
-			bytes += cap(seg.entries)*entryBytes + cap(seg.lanes.words)*8
+			published += n
 		}
-		blocks -= st.blocks
-		bytes -= st.bytes
 	}
 	if published != pairs {
 		tb.Fatalf("the table has %d pairs, the caches %d", published, pairs)
 	}
-	if blocks != 0 || bytes != 0 {
-		tb.Fatalf("stripes miscount by %d blocks and %d bytes", blocks, bytes)
+}
+
+func checkSegment(seg *segment) (pairs int, err error) {
+	used, live, passed := 0, 0, 0
+	for i := range seg.buckets {
+		bk := &seg.buckets[i]
+		passed += int(bk.header >> 8)
+		for _, e := range bk.entries[:bk.length()] {
+			used++
+			pairs += seg.lanes.count(e.lanes)
+			if e.lanes.wide() {
+				live += 1 << e.lanes.class()
+			}
+			for at := seg.home(e.hash()); at != i; at = seg.next(at) {
+				passed--
+			}
+			if e.lanes == 0 || seg.get(e.hash()) != e.lanes {
+				return 0, fmt.Errorf("hash %x has holders %x, found %x", e.hash(), e.lanes, seg.get(e.hash()))
+			}
+		}
 	}
+	if used != seg.used || live != seg.lanes.live {
+		return 0, fmt.Errorf("%d entries and %d words, counted as %d and %d", used, live, seg.used, seg.lanes.live)
+	}
+	if passed != 0 {
+		return 0, fmt.Errorf("buckets count %d too many passed entries", passed)
+	}
+	return pairs, nil
 }
 
 func checkCache(c *cache) error {
@@ -344,13 +354,13 @@ func checkCache(c *cache) error {
 			return fmt.Errorf("node %d has %d children, counted as %d", n, children, c.at(n).children)
 		}
 	}
-	used, slots := 0, 0
+	used, buckets := 0, 0
 	for i := range c.numbers {
 		used += c.numbers[i].used
-		slots += cap(c.numbers[i].slots)
+		buckets += cap(c.numbers[i].buckets)
 	}
-	if count != c.len || used != c.len || slots != c.slots || count > c.capacity {
-		return fmt.Errorf("%d nodes, %d numbers, %d slots; counted as %d, %d, %d; capacity %d", count, used, slots, c.len, c.len, c.slots, c.capacity)
+	if count != c.len || used != c.len || buckets != c.buckets || count > c.capacity {
+		return fmt.Errorf("%d nodes, %d numbers, %d buckets; counted as %d, %d, %d; capacity %d", count, used, buckets, c.len, c.len, c.buckets, c.capacity)
 	}
 	return nil
 }

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package residency
+
+import (
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+)
+
+// The fleet the goals are set for: 64 replicas of 31,250 blocks of which
+// 30 % are held by all.
+const (
+	fleetReplicas = 64
+	fleetCapacity = 31_250
+	sharedBlocks  = fleetCapacity * 3 / 10
+	chainBlocks   = 2_048
+)
+
+// randomChain appends n random blocks to a copy of head.
+func randomChain(rng *rand.Rand, head []uint64, n int) []uint64 {
+	chain := make([]uint64, 0, len(head)+n)
+	chain = append(chain, head...)
+	for range n {
+		chain = append(chain, rng.Uint64())
+	}
+	return chain
+}
+
+// fullFleet returns an index in which every replica is full: a shared part, in
+// prompts that start with the same 64 blocks, and prompts of its own.
+func fullFleet(replicas, capacity, shared int) (*Index, []uint64) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	x := New()
+	system := randomChain(rng, nil, min(64, shared))
+	var common [][]uint64
+	for left := shared - len(system); left > 0; {
+		n := min(left, 512)
+		common = append(common, randomChain(rng, system, n))
+		left -= n
+	}
+	for range replicas {
+		slot := x.Join(capacity)
+		x.Insert(slot, system)
+		for _, c := range common {
+			x.Insert(slot, c)
+		}
+		for x.Len(slot) < capacity {
+			x.Insert(slot, randomChain(rng, system, min(1024, capacity-x.Len(slot))))
+		}
+	}
+	return x, system
+}
+
+// perCall runs f n times and returns the time of one.
+func perCall(n int, f func(i int)) float64 {
+	start := time.Now()
+	for i := range n {
+		f(i)
+	}
+	return float64(time.Since(start)) / float64(n)
+}
+
+// goMapLookup is the time one lookup in a Go map of a million blocks takes, as
+// a router without this package would do for each block of a chain.
+func goMapLookup() float64 {
+	rng := rand.New(rand.NewPCG(3, 4))
+	m := make(map[uint64]uint64, 1_000_000)
+	keys := make([]uint64, 0, 1_000_000)
+	for range cap(keys) {
+		k := rng.Uint64()
+		m[k] = k
+		keys = append(keys, k)
+	}
+	rng.Shuffle(len(keys), func(i, j int) { keys[i], keys[j] = keys[j], keys[i] })
+	sum := uint64(0)
+	ns := perCall(len(keys), func(i int) { sum += m[keys[i]] })
+	runtime.KeepAlive(sum)
+	return ns
+}
+
+func BenchmarkMatch(b *testing.B) {
+	x, system := fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)
+	rng := rand.New(rand.NewPCG(5, 6))
+	lookup := goMapLookup()
+	long := make([][]uint64, 200)
+	for i := range long {
+		long[i] = randomChain(rng, nil, chainBlocks)
+		x.Insert(Slot(i%fleetReplicas), long[i])
+	}
+	partly := make([][]uint64, len(long))
+	for i := range partly {
+		partly[i] = randomChain(rng, long[i][:300+rng.IntN(1500)], 0)
+		partly[i] = randomChain(rng, partly[i], chainBlocks-len(partly[i]))
+	}
+	shared := make([][]uint64, 200)
+	for i := range shared {
+		shared[i] = randomChain(rng, system, chainBlocks-len(system))
+		for _, blocks := range []int{1000, 600, 200} {
+			x.Insert(Slot(rng.IntN(fleetReplicas)), shared[i][:blocks])
+		}
+	}
+	missed := make([][]uint64, 4096)
+	for i := range missed {
+		missed[i] = randomChain(rng, nil, 1)
+	}
+	for _, bench := range []struct {
+		name   string
+		chains [][]uint64
+	}{
+		{"miss", missed},
+		{"hit", long},
+		{"part", partly},
+		{"system prompt and three replicas", shared},
+	} {
+		b.Run(bench.name, func(b *testing.B) {
+			var out []int32
+			i := 0
+			for b.Loop() {
+				out = x.Match(bench.chains[i%len(bench.chains)], out)
+				i++
+			}
+			ns := float64(b.Elapsed()) / float64(b.N)
+			b.ReportMetric(ns/lookup, "x-of-one-go-map-lookup")
+			b.ReportMetric(ns/(lookup*chainBlocks), "x-of-go-map-walk")
+		})
+	}
+}
+
+// BenchmarkMatchUnderInsert is a hit while other goroutines insert without pause.
+func BenchmarkMatchUnderInsert(b *testing.B) {
+	x, system := fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)
+	rng := rand.New(rand.NewPCG(7, 8))
+	chains := make([][]uint64, 64)
+	for i := range chains {
+		chains[i] = randomChain(rng, system, chainBlocks-len(system))
+		x.Insert(0, chains[i][:1000])
+	}
+	match := func(b *testing.B) float64 {
+		var out []int32
+		i := 0
+		for b.Loop() {
+			out = x.Match(chains[i%len(chains)], out)
+			i++
+		}
+		return float64(b.Elapsed()) / float64(b.N)
+	}
+	var alone float64
+	b.Run("alone", func(b *testing.B) { alone = match(b) })
+	b.Run("one inserter", func(b *testing.B) {
+		stop := make(chan struct{})
+		var done sync.WaitGroup
+		done.Go(func() {
+			rng := rand.New(rand.NewPCG(9, 10))
+			chain := randomChain(rng, system, chainBlocks)
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				for i := len(system); i < len(chain); i++ {
+					chain[i] = mix(chain[i])
+				}
+				x.Insert(Slot(1+rng.IntN(fleetReplicas-1)), chain)
+			}
+		})
+		ns := match(b)
+		close(stop)
+		done.Wait()
+		b.ReportMetric(ns/alone, "x-of-alone")
+	})
+}
+
+// BenchmarkInsert reports the time per block, also as a ratio to inserting into one
+// Go map (and deleting from it, where the cache is full).
+func BenchmarkInsert(b *testing.B) {
+	for _, bench := range []struct {
+		name string
+		mode int
+	}{{"full", 0}, {"growing", 1}, {"held", 2}} {
+		b.Run(bench.name, func(b *testing.B) {
+			rng := rand.New(rand.NewPCG(11, 12))
+			var x *Index
+			chain := randomChain(rng, nil, chainBlocks)
+			renew := func() {
+				for i := range chain {
+					chain[i] = mix(chain[i])
+				}
+			}
+			var inMap float64
+			if bench.mode == 1 {
+				m := map[uint64]uint64{}
+				inMap = perCall(1_000_000, func(int) { k := rng.Uint64(); m[k] = k })
+			} else {
+				m := make(map[uint64]uint64)
+				keys := randomChain(rng, nil, 1_000_000)
+				for _, k := range keys {
+					m[k] = k
+				}
+				inMap = perCall(len(keys), func(i int) {
+					delete(m, keys[i])
+					k := rng.Uint64()
+					m[k] = k
+				})
+			}
+			if bench.mode != 1 {
+				x, _ = fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)
+			}
+			i := 0
+			var inserting time.Duration
+			for b.Loop() {
+				if bench.mode == 1 && i%(fleetReplicas*15) == 0 {
+					x = New()
+					for range fleetReplicas {
+						x.Join(fleetCapacity)
+					}
+				}
+				if bench.mode != 2 {
+					renew()
+				}
+				start := time.Now()
+				x.Insert(Slot(i%fleetReplicas), chain)
+				inserting += time.Since(start)
+				i++
+			}
+			perBlock := float64(inserting) / float64(b.N*chainBlocks)
+			b.ReportMetric(perBlock, "ns/block")
+			b.ReportMetric(perBlock/inMap, "x-of-go-map")
+		})
+	}
+}
+
+// BenchmarkLeave reports how long a full replica's Leave and Clear take.
+func BenchmarkLeave(b *testing.B) {
+	x, system := fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)
+	rng := rand.New(rand.NewPCG(13, 14))
+	refill := func(slot Slot) {
+		for x.Len(slot) < fleetCapacity {
+			x.Insert(slot, randomChain(rng, system, 1024))
+		}
+	}
+	var left, cleared, worst time.Duration
+	for b.Loop() {
+		start := time.Now()
+		x.Clear(5)
+		took := time.Since(start)
+		cleared += took
+		worst = max(worst, took)
+		refill(5)
+		start = time.Now()
+		x.Leave(7)
+		took = time.Since(start)
+		left += took
+		worst = max(worst, took)
+		refill(x.Join(fleetCapacity))
+	}
+	b.ReportMetric(float64(left.Microseconds())/float64(b.N), "µs/leave")
+	b.ReportMetric(float64(cleared.Microseconds())/float64(b.N), "µs/clear")
+	b.ReportMetric(float64(worst.Microseconds()), "µs/worst")
+}
