@@ -225,7 +225,7 @@ func (seg *segment) add(hash uint64, lane uint32) {
 // that all hashes of a segment share, so that they do not all grow, and are not all
 // half empty, at the same time.
 func (seg *segment) larger(hash uint64) int {
-	first := 2 + int(hash>>(64-stripeBits-segmentBits)&1)
+	first := 1 + int(hash>>(64-stripeBits-segmentBits)&1)
 	return max(first, len(seg.buckets)+1, len(seg.buckets)*3/2)
 }
 
@@ -249,7 +249,7 @@ func (seg *segment) drop(hash uint64, lane uint32) {
 		seg.delete(hash)
 	}
 	switch {
-	case seg.used*4 < len(seg.buckets)*bucketEntries && len(seg.buckets) > 4:
+	case seg.used*4 < len(seg.buckets)*bucketEntries && len(seg.buckets) > 2:
 		seg.resize(seg.used/3 + 1)
 	case seg.lanes.idle():
 		seg.resize(len(seg.buckets))
