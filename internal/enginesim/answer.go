@@ -16,7 +16,7 @@ var errUnknownResponse = errors.New("no such response on this server")
 
 // answer is one HTTP request to an inference endpoint, on its way to an answer.
 type answer struct {
-	*instance
+	instance   *instance
 	endpoint   endpoint
 	body       requestBody
 	generation *generation
@@ -40,7 +40,7 @@ func (a *answer) remember() {
 		return
 	}
 	turns := append(slices.Clone(a.turns), turn{role: "assistant", parts: []part{{text: a.text(0)}}})
-	a.memory.store(a.id, turns)
+	a.instance.memory.store(a.id, turns)
 }
 
 // endpoint is what distinguishes the inference endpoints.
@@ -189,7 +189,7 @@ func showRenderedList(a *answer) any {
 
 func showTokens(a *answer) any {
 	p := a.generation.prompts[0]
-	return map[string]any{"count": p.tokens, "max_model_len": a.config.MaxModelTokens, "tokens": p.ids, "token_strs": nil}
+	return map[string]any{"count": p.tokens, "max_model_len": a.instance.config.MaxModelTokens, "tokens": p.ids, "token_strs": nil}
 }
 
 func showCount(a *answer) any {

@@ -3,8 +3,12 @@
 package enginesim
 
 import (
+	"bytes"
+	"io"
 	"math/rand/v2"
+	"net/http"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 )
@@ -94,4 +98,41 @@ func replay(b *testing.B, load []arrival, replicas int) time.Duration {
 	b.ReportMetric(float64(steps), "steps")
 	b.ReportMetric(float64(preemptions), "preemptions")
 	return end
+}
+
+// BenchmarkStream reads 50 streams of 300 tokens at once from a server whose clock
+// runs at 100 times the wall's, and reports how much longer that takes than the
+// engine's schedule says.
+func BenchmarkStream(b *testing.B) {
+	const streams, tokens = 50, 300
+	const speed = 100
+	s, err := StartServer(ServerConfig{Speed: speed})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer s.Close()
+	transport := &http.Transport{MaxIdleConnsPerHost: streams}
+	defer transport.CloseIdleConnections()
+	client := &http.Client{Transport: transport}
+	body := []byte(`{"messages":[{"role":"user","content":"tell me"}],"stream":true,"max_tokens":300}`)
+
+	for b.Loop() {
+		var group sync.WaitGroup
+		for range streams {
+			group.Go(func() {
+				resp, err := client.Post(s.URL()+"/v1/chat/completions", "application/json", bytes.NewReader(body))
+				if err != nil {
+					b.Error(err)
+					return
+				}
+				defer resp.Body.Close()
+				if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+					b.Error(err)
+				}
+			})
+		}
+		group.Wait()
+	}
+	schedule := tokens * (DefaultStepOverhead + streams*DefaultDecodeCost) / speed
+	b.ReportMetric(float64(b.Elapsed())/float64(b.N)/float64(schedule), "x-of-schedule")
 }

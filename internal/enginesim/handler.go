@@ -41,6 +41,7 @@ func (p *instance) handler() http.Handler {
 	mux.HandleFunc("GET /v1/responses/{id}", p.recall)
 	mux.HandleFunc("GET /v1/models", p.models)
 	mux.HandleFunc("GET /metrics", p.metrics)
+	mux.HandleFunc("GET /metrics/", p.filteredMetrics)
 	mux.HandleFunc("GET /health", p.health)
 	mux.HandleFunc("/ping", p.health)
 	mux.HandleFunc("GET /version", func(w http.ResponseWriter, _ *http.Request) {

@@ -66,6 +66,25 @@ func (p *instance) metrics(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
+// filteredMetrics serves GET /metrics/, which unlike /metrics heeds name[]: only the
+// samples of exactly these names are shown.
+func (p *instance) filteredMetrics(w http.ResponseWriter, r *http.Request) {
+	names := r.URL.Query()["name[]"]
+	if mode, _ := p.faults.metricsMode(); len(names) == 0 || mode != MetricsOK {
+		p.metrics(w, r)
+		return
+	}
+	var out []byte
+	for line := range bytes.Lines(p.page(MetricsOK)) {
+		end := bytes.IndexAny(line, "{ ")
+		if slices.Contains(names, string(line[:max(end, 0)])) {
+			out = append(out, line...)
+		}
+	}
+	w.Header().Set("Content-Type", "text/plain; version=1.0.0; charset=utf-8")
+	_, _ = w.Write(out)
+}
+
 // drip writes a page byte by byte.
 func drip(ctx context.Context, w http.ResponseWriter, page []byte) {
 	flush := http.NewResponseController(w).Flush

@@ -4,7 +4,6 @@ package enginesim
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -235,7 +234,8 @@ func StartFleet(n int, config ServerConfig) (Fleet, error) {
 	for range n {
 		s, err := StartServer(config)
 		if err != nil {
-			return nil, errors.Join(err, fleet.Close())
+			fleet.Close()
+			return nil, err
 		}
 		fleet = append(fleet, s)
 	}
@@ -245,12 +245,11 @@ func StartFleet(n int, config ServerConfig) (Fleet, error) {
 // Fleet is a number of servers.
 type Fleet []*Server
 
-// Close stops all servers. The error is always nil; it makes a Fleet an io.Closer.
-func (f Fleet) Close() error {
+// Close stops all servers.
+func (f Fleet) Close() {
 	for _, s := range f {
 		s.Close()
 	}
-	return nil
 }
 
 // Addrs returns the servers' addresses, in order.

@@ -204,6 +204,7 @@ func TestIdentity(t *testing.T) {
 		}}}}
 	}
 	tool := []object{{"type": "function", "function": object{"name": "look"}}}
+	otherTool := []object{{"type": "function", "function": object{"name": "hear"}}}
 	for _, test := range []struct {
 		name          string
 		first, second object
@@ -216,7 +217,8 @@ func TestIdentity(t *testing.T) {
 		{"model named", chat(long), chat(long, object{"model": DefaultModel}), true},
 		{"salt", chat(long), chat(long, object{"cache_salt": "tenant"}), false},
 		{"tools", chat(long, object{"tools": tool}), chat(long, object{"tools": tool}), true},
-		{"tools differ", chat(long), chat(long, object{"tools": tool}), false},
+		{"tools or none", chat(long), chat(long, object{"tools": tool}), false},
+		{"tools differ", chat(long, object{"tools": tool}), chat(long, object{"tools": otherTool}), false},
 		{"image", image("http://x/1"), image("http://x/1"), true},
 		{"image differs", image("http://x/1"), image("http://x/2"), false},
 	} {
@@ -264,7 +266,7 @@ func TestResponsesAreSticky(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = fleet.Close() })
+	t.Cleanup(fleet.Close)
 	home, other := fleet[0].URL(), fleet[1].URL()
 
 	_, first := post(t, home+"/v1/responses", object{
@@ -430,11 +432,10 @@ func TestQueueLimit(t *testing.T) {
 		group.Go(func() { _ = submit(ctx, s.URL(), chat("hi")) })
 	}
 	eventually(t, "a full queue", func() bool {
-		resp, _ := post(t, s.URL()+"/health", nil)
 		p := s.running()
 		p.driver.mu.Lock()
 		defer p.driver.mu.Unlock()
-		return resp != nil && p.driver.engine.Queued() == 1 && len(p.driver.engine.running) == 1
+		return p.driver.engine.Queued() == 1 && len(p.driver.engine.running) == 1
 	})
 	resp, answer := post(t, s.URL()+"/v1/chat/completions", chat("hi"))
 	if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") != "" {
@@ -761,6 +762,16 @@ func TestMetricsPage(t *testing.T) {
 			t.Errorf("%s = %v, want %v", name, got, want)
 		}
 	}
+	for _, sample := range []string{
+		`vllm:request_success_total{engine="0",finished_reason="length",model_name="sim"} 5.0`,
+		`vllm:request_success_total{engine="0",finished_reason="abort",model_name="sim"} 0.0`,
+		fmt.Sprintf(`vllm:prompt_tokens_by_source_total{engine="0",model_name="sim",source="local_cache_hit"} %.1f`, cached),
+		fmt.Sprintf(`vllm:prompt_tokens_by_source_total{engine="0",model_name="sim",source="local_compute"} %.1f`, prompt-cached),
+	} {
+		if !bytes.Contains(body, []byte("\n"+sample+"\n")) {
+			t.Errorf("no sample %s", sample)
+		}
+	}
 	for name, family := range f {
 		if !strings.HasPrefix(name, "vllm:") || strings.HasSuffix(name, "_info") || strings.HasPrefix(name, "vllm:admission") {
 			continue
@@ -774,6 +785,23 @@ func TestMetricsPage(t *testing.T) {
 				t.Errorf("%s has labels %v", name, labels)
 			}
 		}
+	}
+}
+
+func TestMetricsByName(t *testing.T) {
+	s := startServer(t, ServerConfig{Config: quick})
+	resp, err := newClient(t).Get(s.URL() + "/metrics/?name[]=vllm:num_requests_running&name[]=vllm:prefix_cache_hits_total")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := parse(t, body)
+	if len(f) != 2 || f["vllm:num_requests_running"] == nil || f["vllm:prefix_cache_hits_total"] == nil {
+		t.Errorf("got\n%s", body)
 	}
 }
 
