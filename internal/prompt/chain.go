@@ -188,17 +188,19 @@ func (t *text) media(v []byte) {
 // ids adds a list of token ids, four bytes each, and returns how many there were. Ids are taken modulo
 // 2³²; ok is false when something in the list is no integer, and what came before it has been added.
 func (t *text) ids(list []byte) (n int, ok bool) {
-	var room [64]byte
+	var room [BlockSize]byte
 	to := room[:0]
 	s := list[1:]
-	for i := space(s, 0); i < len(s) && s[i] != ']'; i = space(s, i) {
+	i := space(s, 0)
+	for i < len(s) && s[i] != ']' {
 		negative := s[i] == '-'
 		if negative {
 			i++
 		}
 		id, from := uint32(0), i
-		for ; i < len(s) && s[i]-'0' < 10; i++ {
+		for i < len(s) && s[i]-'0' < 10 {
 			id = id*10 + uint32(s[i]-'0')
+			i++
 		}
 		if i == len(s) {
 			break // perhaps only a part of the number
@@ -211,12 +213,17 @@ func (t *text) ids(list []byte) (n int, ok bool) {
 			id = -id
 		}
 		n++
-		if to = appendID(to, id); len(to) == len(room) {
+		if to = binary.LittleEndian.AppendUint32(to, id); len(to) == len(room) {
 			t.raw(to)
 			to = room[:0]
 		}
-		if i = space(s, i); i < len(s) && s[i] == ',' {
-			i++
+		if s[i] <= ' ' {
+			i = space(s, i)
+		}
+		if i < len(s) && s[i] == ',' {
+			if i++; i < len(s) && s[i] <= ' ' {
+				i = space(s, i)
+			}
 		}
 	}
 	t.raw(to)

@@ -29,14 +29,14 @@ const (
 func (r *reader) chat() Fault {
 	v := r.fields[fieldMessages]
 	if isArray(first(v)) {
-		batch := r.walkArray(v)
-		v, _ = batch.next()
+		batch := walkArray(v)
+		v, _ = batch.next(&r.scanner)
 		r.rest(batch)
 	}
 	if !isArray(v) {
 		return Shape
 	}
-	list := r.walkArray(v)
+	list := walkArray(v)
 	if !list.more() {
 		return Shape
 	}
@@ -62,16 +62,16 @@ func (r *reader) response() Fault {
 	}
 	if s := r.fields[fieldInstructions]; !isNull(s) {
 		r.role("system")
-		r.content(s, 0)
+		r.content(s)
 	}
 	if isString(v) {
 		r.definitions()
 		r.role("user")
-		r.content(v, 0)
+		r.content(v)
 		r.endTurn()
 		return None
 	}
-	r.conversation(r.walkArray(v))
+	r.conversation(walkArray(v))
 	return None
 }
 
@@ -79,7 +79,7 @@ func (r *reader) response() Fault {
 func (r *reader) conversation(list array) {
 	leading := true
 	var m message
-	for list.more() && m.read(&list) {
+	for list.more() && m.read(&r.scanner, &list) {
 		if leading && !is(m.role, "system") && !is(m.role, "developer") {
 			leading = false
 			r.definitions()
@@ -108,9 +108,9 @@ func (r *reader) endTurn() {
 func (r *reader) definitions() {
 	switch v := r.fields[fieldTools]; {
 	case isArray(v):
-		list := r.walkArray(v)
+		list := walkArray(v)
 		for {
-			tool, ok := list.next()
+			tool, ok := list.next(&r.scanner)
 			if !ok {
 				break
 			}
@@ -132,10 +132,10 @@ func (r *reader) tool(v []byte) {
 		t.json(v)
 		return
 	}
-	members := r.walkObject(v, 0)
+	members := walkObject(v, 0)
 	var room [48]byte
 	for {
-		key, value, ok := members.next()
+		key, value, ok := members.next(&r.scanner)
 		if !ok {
 			break
 		}
@@ -158,22 +158,22 @@ type message struct {
 }
 
 // read reads the list's next element, which need not be an object.
-func (m *message) read(list *array) (ok bool) {
+func (m *message) read(s *scanner, list *array) (ok bool) {
 	*m = message{}
 	members, ok := list.object()
 	if !ok {
-		m.value, ok = list.next()
+		m.value, ok = list.next(s)
 		return ok
 	}
-	m.members(&members)
+	m.members(s, &members)
 	m.value, list.i = members.value(), members.i
 	return members.fault == None || members.fault == Cut
 }
 
-func (m *message) members(members *object) {
+func (m *message) members(s *scanner, members *object) {
 	var room [48]byte
 	for {
-		key, value, ok := members.next()
+		key, value, ok := members.next(s)
 		if !ok {
 			return
 		}
@@ -235,7 +235,7 @@ func (r *reader) message(m *message) {
 	r.member(memberEncrypted, m.encrypted)
 	r.parts(memberSummary, m.summary)
 	r.parts(memberReasoning, m.reasoning)
-	r.content(m.content, 0)
+	r.content(m.content)
 	r.member(memberRefusal, m.refusal)
 	r.member(memberCalls, m.calls)
 	r.member(memberArguments, m.arguments)
@@ -277,7 +277,7 @@ func (r *reader) parts(number byte, v []byte) {
 		return
 	}
 	r.text.tag(tagMember, number)
-	r.content(v, 0)
+	r.content(v)
 }
 
 func isBlank(v []byte) bool {

@@ -2,22 +2,24 @@
 
 package prompt
 
-// maxParts bounds how deep content may hold content; engines know one level, a tool's result.
-const maxParts = 3
-
 // content adds a message's content: a string, or parts. A string and one part with the same text are
 // the same, as they are for templates.
-func (r *reader) content(v []byte, depth int) {
-	switch {
-	case isBlank(v):
-	case isArray(v) && depth < maxParts:
-		parts := r.walkArray(v)
-		var p part
-		for parts.more() && p.read(&parts) {
-			r.part(&p, depth)
-		}
-		r.text.stopAt(v)
-	default:
+func (r *reader) content(v []byte) {
+	if !isArray(v) {
+		r.plain(v)
+		return
+	}
+	parts := walkArray(v)
+	var p part
+	for parts.more() && p.read(&r.scanner, &parts) {
+		r.part(&p)
+	}
+	r.text.stopAt(v)
+}
+
+// plain adds content that is no list.
+func (r *reader) plain(v []byte) {
+	if !isBlank(v) {
 		r.text.value(v)
 	}
 }
@@ -26,14 +28,14 @@ func (r *reader) content(v []byte, depth int) {
 // change with every request, and the engine drops them, too.
 func (r *reader) system(v []byte) {
 	if !isArray(v) {
-		r.content(v, 0)
+		r.content(v)
 		return
 	}
-	blocks := r.walkArray(v)
+	blocks := walkArray(v)
 	var p part
-	for blocks.more() && p.read(&blocks) {
+	for blocks.more() && p.read(&r.scanner, &blocks) {
 		if !startsWith(p.text, "x-anthropic-billing-header") {
-			r.part(&p, 0)
+			r.part(&p)
 		}
 	}
 	r.text.stopAt(v)
@@ -47,22 +49,22 @@ type part struct {
 }
 
 // read reads the list's next element, which need not be an object.
-func (p *part) read(list *array) (ok bool) {
+func (p *part) read(s *scanner, list *array) (ok bool) {
 	*p = part{}
 	members, ok := list.object()
 	if !ok {
-		p.value, ok = list.next()
+		p.value, ok = list.next(s)
 		return ok
 	}
-	p.members(&members)
+	p.members(s, &members)
 	p.value, list.i = members.value(), members.i
 	return members.fault == None || members.fault == Cut
 }
 
-func (p *part) members(members *object) {
+func (p *part) members(s *scanner, members *object) {
 	var room [48]byte
 	for {
-		key, value, ok := members.next()
+		key, value, ok := members.next(s)
 		if !ok {
 			return
 		}
@@ -88,29 +90,44 @@ func (p *part) members(members *object) {
 	}
 }
 
-// part adds one content part. Its cache marker, citations and signature are no part of the prompt.
-func (r *reader) part(p *part, depth int) {
-	t, v := &r.text, p.value
-	if !isObject(v) {
-		r.content(v, maxParts)
+// part adds one content part. A tool's result has parts of its own, and those have none.
+func (r *reader) part(p *part) {
+	if !is(p.kind, "tool_result") {
+		r.leaf(p)
 		return
 	}
+	r.text.tag(tagMember, memberToolResult)
+	r.member(memberCallID, p.id)
+	if !isArray(p.content) {
+		r.plain(p.content)
+		r.text.stopAt(p.value)
+		return
+	}
+	parts := walkArray(p.content)
+	var inner part
+	for parts.more() && inner.read(&r.scanner, &parts) {
+		r.leaf(&inner)
+	}
+	r.text.stopAt(p.value)
+}
+
+// leaf adds a content part without parts. Its cache marker, citations and signature are not prompt.
+func (r *reader) leaf(p *part) {
+	t, v := &r.text, p.value
 	switch {
+	case !isObject(v):
+		r.plain(v)
 	case is(p.kind, "tool_use"), is(p.kind, "server_tool_use"):
 		t.tag(tagMember, memberToolUse)
 		r.member(memberCallID, p.id)
 		r.member(memberName, p.name)
 		r.member(memberArguments, p.input)
-	case is(p.kind, "tool_result"):
-		t.tag(tagMember, memberToolResult)
-		r.member(memberCallID, p.id)
-		r.content(p.content, depth+1)
 	case is(p.kind, "thinking"), is(p.kind, "reasoning_text"):
 		r.member(memberReasoning, p.text)
 	case is(p.kind, "refusal"):
 		r.member(memberRefusal, p.text)
 	case isString(p.text):
-		r.content(p.text, maxParts)
+		r.plain(p.text)
 	case !isNull(p.uuid) && !cut(v):
 		t.media(p.uuid) // the engine, too, takes it for the content
 	case !isNull(p.media):
@@ -129,11 +146,11 @@ func (r *reader) media(v []byte) {
 		r.text.media(v)
 		return
 	}
-	members := r.walkObject(v, 0)
+	members := walkObject(v, 0)
 	var room [48]byte
 	content := v
 	for {
-		key, value, ok := members.next()
+		key, value, ok := members.next(&r.scanner)
 		if !ok {
 			break
 		}

@@ -197,6 +197,3 @@ func appendDecoded(to, s []byte, limit int) []byte {
 	}
 	return to
 }
-
-// appendID appends a token id as the text holds it, four bytes, little end first.
-func appendID(to []byte, id uint32) []byte { return binary.LittleEndian.AppendUint32(to, id) }

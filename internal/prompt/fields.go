@@ -193,9 +193,9 @@ func (r *reader) scan(body []byte) Fault {
 		return Shape
 	}
 	var room [48]byte
-	members := r.walkObject(body, start)
+	members := walkObject(body, start)
 	for {
-		key, value, ok := members.next()
+		key, value, ok := members.next(&r.scanner)
 		if !ok {
 			break
 		}

@@ -135,8 +135,8 @@ func (r *reader) list(v []byte) Fault {
 	case !isArray(v):
 		return Shape
 	}
-	prompts := r.walkArray(v)
-	head, ok := prompts.next()
+	prompts := walkArray(v)
+	head, ok := prompts.next(&r.scanner)
 	switch {
 	case !ok:
 		return Shape
@@ -182,8 +182,8 @@ func (r *reader) pair() Fault {
 	queries := r.either(fieldQueries, fieldQuery, fieldText1)
 	texts := r.either(fieldDocuments, fieldText2, fieldItems)
 	if isArray(queries) && !isNumber(first(queries)) {
-		list := r.walkArray(queries)
-		head, ok := list.next()
+		list := walkArray(queries)
+		head, ok := list.next(&r.scanner)
 		if !ok {
 			return Shape
 		}
@@ -203,7 +203,7 @@ func (r *reader) pair() Fault {
 		return Shape
 	}
 	if isArray(texts) && !isNumber(first(texts)) {
-		r.rest(r.walkArray(texts))
+		r.rest(walkArray(texts))
 	} else {
 		r.extra(texts)
 	}
@@ -213,7 +213,7 @@ func (r *reader) pair() Fault {
 // rest counts the further prompts of a list.
 func (r *reader) rest(list array) {
 	for {
-		v, ok := list.next()
+		v, ok := list.next(&r.scanner)
 		if !ok {
 			return
 		}
@@ -234,8 +234,8 @@ func (r *reader) extra(v []byte) {
 	case isNumber(e):
 		r.text.ids(v)
 	case isObject(e): // a conversation of a batch
-		list := r.walkArray(v)
-		for m, ok := list.next(); ok; m, ok = list.next() {
+		list := walkArray(v)
+		for m, ok := list.next(&r.scanner); ok; m, ok = list.next(&r.scanner) {
 			r.single(m)
 		}
 	default:
@@ -249,12 +249,12 @@ func (r *reader) extra(v []byte) {
 func (r *reader) single(v []byte) {
 	var m message
 	if isObject(v) {
-		members := r.walkObject(v, 0)
-		m.members(&members)
+		members := walkObject(v, 0)
+		m.members(&r.scanner, &members)
 	}
 	if m.content == nil {
 		r.text.value(v)
 		return
 	}
-	r.content(m.content, 0)
+	r.content(m.content)
 }

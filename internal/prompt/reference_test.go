@@ -426,7 +426,7 @@ func (r *referenceReader) rest(list []node) {
 
 func (r *referenceReader) single(n node) {
 	if n.kind == 'o' && slices.Contains(n.keys, "content") {
-		r.content(n.get("content"), 0)
+		r.content(n.get("content"))
 		return
 	}
 	r.value(n)
@@ -454,7 +454,7 @@ func (r *referenceReader) member(number byte, n node) {
 func (r *referenceReader) parts(number byte, n node) {
 	if !n.blank() {
 		r.text = append(r.text, tagMember, number)
-		r.content(n, 0)
+		r.content(n)
 	}
 }
 
@@ -481,11 +481,11 @@ func (r *referenceReader) chat() Fault {
 		r.text = append(r.text, tagMessage)
 		r.text = append(r.text, "system"...)
 		if s.kind != 'a' {
-			r.content(s, 0)
+			r.content(s)
 		} else {
 			for _, p := range s.list {
 				if text := p.get("text", "thinking", "refusal"); text.kind != 's' || !strings.HasPrefix(text.str, "x-anthropic-billing-header") {
-					r.part(p, 0)
+					r.part(p, false)
 				}
 			}
 		}
@@ -505,7 +505,7 @@ func (r *referenceReader) response() Fault {
 	if s := r.body.get("instructions"); s.kind != 0 {
 		r.text = append(r.text, tagMessage)
 		r.text = append(r.text, "system"...)
-		r.content(s, 0)
+		r.content(s)
 	}
 	if n.kind == 's' {
 		n = node{kind: 'a', list: []node{{
@@ -581,7 +581,7 @@ func (r *referenceReader) message(n node) {
 	r.member(memberEncrypted, n.get("encrypted_content"))
 	r.parts(memberSummary, n.get("summary"))
 	r.parts(memberReasoning, n.get("reasoning", "reasoning_content"))
-	r.content(n.get("content"), 0)
+	r.content(n.get("content"))
 	r.member(memberRefusal, n.get("refusal"))
 	r.member(memberCalls, n.get("tool_calls"))
 	r.member(memberArguments, n.get("arguments", "input", "action"))
@@ -590,21 +590,25 @@ func (r *referenceReader) message(n node) {
 	r.member(memberTools, n.get("tools"))
 }
 
-func (r *referenceReader) content(n node, depth int) {
-	switch {
-	case n.blank():
-	case n.kind == 'a' && depth < maxParts:
-		for _, p := range n.list {
-			r.part(p, depth)
-		}
-	default:
+func (r *referenceReader) content(n node) {
+	if n.kind != 'a' {
+		r.plain(n)
+		return
+	}
+	for _, p := range n.list {
+		r.part(p, false)
+	}
+}
+
+func (r *referenceReader) plain(n node) {
+	if !n.blank() {
 		r.value(n)
 	}
 }
 
-func (r *referenceReader) part(n node, depth int) {
+func (r *referenceReader) part(n node, inResult bool) {
 	if n.kind != 'o' {
-		r.content(n, maxParts)
+		r.plain(n)
 		return
 	}
 	text := n.get("text", "thinking", "refusal")
@@ -616,16 +620,24 @@ func (r *referenceReader) part(n node, depth int) {
 		r.member(memberCallID, n.get("id", "tool_use_id"))
 		r.member(memberName, n.get("name"))
 		r.member(memberArguments, n.get("input"))
-	case kind.is("tool_result"):
+	case kind.is("tool_result") && !inResult:
 		r.text = append(r.text, tagMember, memberToolResult)
 		r.member(memberCallID, n.get("id", "tool_use_id"))
-		r.content(n.get("content"), depth+1)
+		content := n.get("content")
+		if content.kind != 'a' {
+			r.plain(content)
+		}
+		for _, p := range content.list {
+			if content.kind == 'a' {
+				r.part(p, true)
+			}
+		}
 	case kind.is("thinking"), kind.is("reasoning_text"):
 		r.member(memberReasoning, text)
 	case kind.is("refusal"):
 		r.member(memberRefusal, text)
 	case text.kind == 's':
-		r.content(text, maxParts)
+		r.plain(text)
 	case n.get("uuid").kind != 0:
 		r.media(n.get("uuid"))
 	case media.kind == 'o':

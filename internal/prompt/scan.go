@@ -218,7 +218,6 @@ func flat(word uint64) bool {
 
 // object walks over the members of an object.
 type object struct {
-	*scanner
 	b     []byte
 	start int
 	i     int
@@ -226,15 +225,13 @@ type object struct {
 }
 
 // walkObject walks over the object that starts at i, in the slice that value returns.
-func (s *scanner) walkObject(b []byte, i int) object {
-	return object{scanner: s, b: b, start: i, i: i + 1}
-}
+func walkObject(b []byte, i int) object { return object{b: b, start: i, i: i + 1} }
 
 // value is the object, as far as it has been walked over.
 func (o *object) value() []byte { return o.b[o.start:min(o.i, len(o.b))] }
 
 // next returns the next member; the key as it stands in the body, between its quotes.
-func (o *object) next() (key, value []byte, ok bool) {
+func (o *object) next(s *scanner) (key, value []byte, ok bool) {
 	b, i := o.b, space(o.b, o.i)
 	if i < len(b) && b[i] == ',' {
 		i = space(b, i+1)
@@ -248,7 +245,7 @@ func (o *object) next() (key, value []byte, ok bool) {
 	if b[i] != '"' {
 		return nil, nil, o.stop(i, NotJSON)
 	}
-	end := o.endOfString(b, i+1)
+	end := s.endOfString(b, i+1)
 	key = b[i+1 : end]
 	i = space(b, end+1)
 	if i >= len(b) {
@@ -257,7 +254,7 @@ func (o *object) next() (key, value []byte, ok bool) {
 	if b[i] != ':' {
 		return nil, nil, o.stop(i, NotJSON)
 	}
-	value, o.i, o.fault = o.scanner.next(b, space(b, i+1))
+	value, o.i, o.fault = s.next(b, space(b, i+1))
 	return key, value, len(value) > 0 && (o.fault == None || o.fault == Cut)
 }
 
@@ -268,18 +265,17 @@ func (o *object) stop(i int, fault Fault) bool {
 
 // array walks over the elements of an array.
 type array struct {
-	*scanner
 	b []byte
 	i int
 }
 
-func (s *scanner) walkArray(b []byte) array { return array{scanner: s, b: b, i: 1} }
+func walkArray(b []byte) array { return array{b: b, i: 1} }
 
-func (a *array) next() (value []byte, ok bool) {
+func (a *array) next(s *scanner) (value []byte, ok bool) {
 	if !a.more() {
 		return nil, false
 	}
-	value, a.i, _ = a.scanner.next(a.b, a.i)
+	value, a.i, _ = s.next(a.b, a.i)
 	return value, len(value) > 0
 }
 
@@ -294,7 +290,7 @@ func (a *array) more() bool {
 
 // object walks over the element that [array.more] moved to, if it is an object.
 func (a *array) object() (members object, ok bool) {
-	return a.walkObject(a.b, a.i), a.b[a.i] == '{'
+	return walkObject(a.b, a.i), a.b[a.i] == '{'
 }
 
 // The forms a value can have. An absent value and null are the same to every engine.
