@@ -149,7 +149,9 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 		return p.fallBack(p.fallback, d, pool, r, w, start)
 	}
 	a := p.ask(d, pool, r, start)
-	if !p.schedule.Submit(&a.Request, start) {
+	sent := p.schedule.Submit(&a.Request, start)
+	a.held = a.Ready() != nil
+	if !sent {
 		p.pump.run()
 		if !a.wait(r.Context(), p.schedule) {
 			return nil // the client left
@@ -282,7 +284,6 @@ func (a *asking) reasonOf(c plan.Choice) Reason {
 
 // wait holds the request until it is sent. It returns false if the client left.
 func (a *asking) wait(ctx context.Context, s *plan.Scheduler) bool {
-	a.held = true
 	select {
 	case <-a.Ready():
 		return true

@@ -211,7 +211,7 @@ func (p *Replica) Lacks(chain []uint64, from int) {
 
 // Matched picks the replica's own figure out of what Index.Match returned.
 func (p *Replica) Matched(blocks []int32) int {
-	if p.gone.Load() || int(p.Slot) >= len(blocks) {
+	if p.gone.Load() || p.Slot < 0 || int(p.Slot) >= len(blocks) {
 		return 0
 	}
 	return int(blocks[p.Slot])

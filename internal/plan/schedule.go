@@ -161,7 +161,7 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.epoch++
-	r.arrived = now
+	r.arrived, r.bound, r.ready = now, false, nil // it may be used again
 	s.match(r, now)
 	full := len(s.waiting) >= s.Terms.Waiting
 	if len(s.waiting) == 0 || full {
@@ -176,7 +176,9 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	return r.bound
 }
 
-// Ready is closed when a waiting request has been sent.
+// Ready is closed when a waiting request has been sent. It is nil if Submit
+// sent the request without making it wait at all: only then the scheduler has
+// no hold of it, and it may be used again.
 func (r *Request) Ready() <-chan struct{} { return r.ready }
 
 // Leave takes a waiting request out: its client left. It reports whether the
@@ -216,9 +218,8 @@ func (s *Scheduler) Next(now time.Time) (time.Time, bool) {
 	s.epoch++
 	soonest := math.Inf(1)
 	for _, p := range s.waiting[0].Replicas {
-		if l := s.lane(p, now); l != nil {
-			soonest = min(soonest, (l.load.Queue-l.roomy)/l.load.Rate)
-		}
+		l := s.lane(p, now)
+		soonest = min(soonest, (l.load.Queue-l.roomy)/l.load.Rate)
 	}
 	soonest = min(max(soonest, shortestPause.Seconds()), longestPause.Seconds())
 	return now.Add(time.Duration(soonest * float64(time.Second))), true
@@ -236,7 +237,8 @@ const (
 func (s *Scheduler) hold(r *Request, now time.Time) {
 	backlog, rate := s.backlog, 0.0
 	for i, p := range r.Replicas {
-		if l := s.lane(p, now); l != nil && r.Caller.Open(i) {
+		if r.Caller.Open(i) {
+			l := s.lane(p, now)
 			backlog += l.load.Queue
 			rate += l.load.Rate
 		}
@@ -303,7 +305,7 @@ func (s *Scheduler) plan(now time.Time) {
 			s.send(w, c, now)
 			sent = true
 		} else {
-			l := &s.lanes[w.Replicas[c.Index].Slot]
+			l := s.lane(w.Replicas[c.Index], now)
 			l.queue += c.Uncached
 			l.inFlight++
 			l.free -= w.Tokens + w.Extra
@@ -348,18 +350,20 @@ func (s *Scheduler) forgetSent() {
 // anyRoom tells whether some replica can still be sent work by this event.
 func (s *Scheduler) anyRoom(r *Request, now time.Time) bool {
 	for _, p := range r.Replicas {
-		if l := s.lane(p, now); l != nil && l.queue <= l.roomy {
+		if l := s.lane(p, now); l.queue <= l.roomy {
 			return true
 		}
 	}
 	return false
 }
 
-// lane returns the state of a replica at this event, nil if it has none.
+// lane returns the state of a replica at this event.
 func (s *Scheduler) lane(p *fleet.Replica, now time.Time) *lane {
 	slot := int(p.Slot)
-	if slot < 0 {
-		return nil
+	if slot < 0 { // in no index: that is full, or the replica's config was replaced
+		l := new(lane)
+		s.read(l, p, now)
+		return l
 	}
 	for slot >= len(s.lanes) {
 		s.lanes = append(s.lanes, lane{})
@@ -388,11 +392,10 @@ func (s *Scheduler) send(r *Request, c Choice, now time.Time) {
 	r.Caller.Send(c)
 	if c.Index >= 0 {
 		p := r.Replicas[c.Index]
-		if l := s.lane(p, now); l != nil {
-			planned := l.queue - l.load.Queue
-			s.read(l, p, now)
-			l.queue += planned
-		}
+		l := s.lane(p, now)
+		planned := l.queue - l.load.Queue
+		s.read(l, p, now)
+		l.queue += planned
 	}
 	if r.ready != nil {
 		close(r.ready)
@@ -440,7 +443,7 @@ func (s *Scheduler) choose(r *Request, now time.Time) (c Choice, fits bool) {
 	p := r.Replicas[c.Index]
 	c.Matched, c.Hit, c.Uncached = p.Matched(r.blocks), s.hits[best], s.cands[best].Uncached
 	l := s.lane(p, now)
-	return c, l == nil || l.queue <= l.roomy
+	return c, l.queue <= l.roomy
 }
 
 // gather lists the candidates that are good enough.
@@ -452,7 +455,7 @@ func (s *Scheduler) gather(r *Request, t strictness, now time.Time) {
 			continue
 		}
 		l := s.lane(p, now)
-		if l == nil || !t.allows(&l.load, r.Caller.Tried(i)) {
+		if !t.allows(&l.load, r.Caller.Tried(i)) {
 			continue
 		}
 		hit := believedHit(float64(p.Matched(r.blocks))*r.PerBlock, r.Tokens, l.load.BlockTokens)
