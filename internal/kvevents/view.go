@@ -39,7 +39,7 @@ type View struct {
 	free   []uint32
 	byHash map[BlockHash]uint32
 	byKey  map[Key]uint32 // rooted blocks only; more of one key hang on block.twin
-	lists  [listCount]list
+	lists  [listCount]blockList
 	sizes  []sizeCount
 	group  int
 	chain  chain
@@ -112,8 +112,8 @@ const (
 	listCount
 )
 
-// list is a doubly linked list of blocks, oldest first.
-type list struct {
+// blockList is a doubly linked list of blocks, oldest first.
+type blockList struct {
 	oldest, newest uint32
 	len            int
 }
@@ -146,7 +146,7 @@ func (v *View) SetConfig(config ViewConfig) {
 func (v *View) reset() {
 	v.blocks, v.free = make([]block, 1, 64), nil
 	v.byHash, v.byKey = map[BlockHash]uint32{}, map[Key]uint32{}
-	v.lists = [listCount]list{}
+	v.lists = [listCount]blockList{}
 	v.sizes = v.sizes[:0]
 	v.group = noGroupYet
 	v.deviceHoles, v.lower = 0, 0

@@ -115,6 +115,82 @@ func TestViewGolden(t *testing.T) {
 	}
 }
 
+// TestViewLive applies what a running vLLM sent and checks what it must then hold.
+func TestViewLive(t *testing.T) {
+	var live struct {
+		Live []struct {
+			What   string
+			Frames []string
+		}
+	}
+	readJSON(t, "live_0.32.json", &live)
+	d, v := NewDecoder(Limits{}), NewView(ViewConfig{})
+	var first []uint32
+	for i, m := range live.Live {
+		b, err := d.Decode(fromHex(t, m.Frames[2]))
+		if err != nil {
+			t.Fatal(err)
+		}
+		v.Apply(b)
+		checkView(t, v)
+		ev := b.Events[len(b.Events)-1]
+		switch {
+		case i == 0:
+			first = slices.Clone(ev.Tokens)
+		case i == 1: // chained on the first
+			whole := slices.Concat(first, ev.Tokens)
+			if m := v.Longest(whole, "", nil); m.Tokens != len(whole) {
+				t.Errorf("%+v of a prompt of %d tokens in two messages", m, len(whole))
+			}
+		case m.What == "cache_salt":
+			if m := v.Longest(ev.Tokens, "", []Extra{SaltExtra("tenant-a")}); m.Tokens != len(ev.Tokens) {
+				t.Errorf("%+v of %d salted tokens", m, len(ev.Tokens))
+			}
+			if m := v.Longest(ev.Tokens, "", nil); m.Tokens != 0 {
+				t.Errorf("%+v without the salt", m)
+			}
+		case b.Events[0].Kind == AllBlocksCleared:
+			if m := v.Longest(first, "", nil); m.Tokens != 0 {
+				t.Errorf("%+v after the cache was reset", m)
+			}
+			if m := v.Longest(ev.Tokens, "", nil); m.Tokens != len(ev.Tokens) {
+				t.Errorf("%+v of %d tokens stored after the reset", m, len(ev.Tokens))
+			}
+		}
+	}
+}
+
+// TestReplayLive splits the messages of a replay by a running vLLM.
+func TestReplayLive(t *testing.T) {
+	var live struct {
+		Replay [][]string `json:"replay_from_last_minus_1"`
+	}
+	readJSON(t, "live_0.32.json", &live)
+	if len(live.Replay) < 2 {
+		t.Fatalf("%d messages", len(live.Replay))
+	}
+	var next uint64
+	for i, message := range live.Replay {
+		var frames [][]byte
+		for _, f := range message {
+			frames = append(frames, fromHex(t, f))
+		}
+		if end := i == len(live.Replay)-1; isEnd(frames) != end {
+			t.Fatalf("message %d: end %t, want %t", i, !end, end)
+		} else if end {
+			break
+		}
+		seq, payload, ok := numbered(frames)
+		if !ok || (i > 0 && seq != next) {
+			t.Errorf("message %d: number %d, %t", i, seq, ok)
+		}
+		next = seq + 1
+		if _, err := NewDecoder(Limits{}).Decode(payload); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestViewAgreesAcrossHashes checks that replicas whose engine hashes differ give one prompt one key.
 func TestViewAgreesAcrossHashes(t *testing.T) {
 	tokens := []uint32{1, 2, 3, 4, 5, 6, 7, 8, 9}
