@@ -248,7 +248,7 @@ func randomPage(r *rand.Rand) string {
 
 func FuzzScan(f *testing.F) {
 	for _, test := range dialectTests {
-		f.Add(samplePage(f, test.file))
+		f.Add(telling(samplePage(f, test.file)))
 	}
 	f.Add(samplePage(f, "vllm_no_stats.txt"))
 	f.Add(randomPage(rand.New(rand.NewPCG(1, 2))))
@@ -269,6 +269,19 @@ func FuzzScan(f *testing.F) {
 			t.Errorf("with CRLF %+v, with LF %+v", crlf, got)
 		}
 	})
+}
+
+// telling leaves out most lines that are skipped: the fuzzer works better on
+// short seeds.
+func telling(page string) string {
+	var kept strings.Builder
+	for line := range strings.Lines(page) {
+		if !strings.HasPrefix(line, "# HELP") && !strings.HasPrefix(line, "http_") &&
+			!strings.Contains(line, "_bucket") && !strings.Contains(line, "_created") && kept.Len() < 4<<10 {
+			kept.WriteString(line)
+		}
+	}
+	return kept.String()
 }
 
 func checkSnapshot(t *testing.T, s Snapshot, err error) {

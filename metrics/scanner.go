@@ -47,7 +47,8 @@ type Scanner struct {
 	in     *bufio.Reader
 	page   boundedReader
 	ranks  []rank
-	last   int // the rank of the line before
+	last   int    // the rank of the line before
+	unread []byte // start of the line before, up to its brace, when its name says nothing
 	seen   [dialectCount]bool
 	start  cell
 	models []modelName
@@ -140,6 +141,7 @@ func (s *Scanner) reset(r io.Reader) {
 	}
 	s.ranks = s.ranks[:0]
 	s.last = 0
+	s.unread = s.unread[:0]
 	clear(s.seen[:])
 	s.start = cell{}
 	s.models = s.models[:0]
@@ -183,6 +185,10 @@ func (s *Scanner) line(line []byte) error {
 		s.startTime(line)
 		return nil
 	}
+	// Half of a page are buckets of histograms, in rows of one name.
+	if len(s.unread) > 0 && bytes.HasPrefix(line, s.unread) {
+		return nil
+	}
 	d, rest, ok := dialectOf(line)
 	if !ok {
 		return nil
@@ -190,12 +196,15 @@ func (s *Scanner) line(line []byte) error {
 	// Old TensorRT-LLM has names that others may use as well; its first-token
 	// histogram tells it.
 	s.seen[d] = s.seen[d] || d != oldTRTLLMDialect || line[0] == 't'
-	name, rest := cutName(rest)
+	name, labels := cutName(rest)
 	series, ok := dialects[d].names[string(name)]
 	if !ok || series.field == ignored && series.label == "" {
+		if end := len(line) - len(rest) + len(name); end < len(line) && line[end] == '{' {
+			s.unread = append(s.unread[:0], line[:end+1]...)
+		}
 		return nil
 	}
-	return s.sample(d, series, rest)
+	return s.sample(d, series, labels)
 }
 
 func (s *Scanner) startTime(line []byte) {
@@ -391,15 +400,12 @@ func (s *Scanner) model(d int, name []byte) {
 
 // rank finds or adds a rank; it is nil when there are too many.
 func (s *Scanner) rank(d int, key uint64) *rank {
-	is := func(r *rank) bool { return r.key == key && r.dialect == d }
-	if s.last < len(s.ranks) && is(&s.ranks[s.last]) {
-		return &s.ranks[s.last]
-	}
-	for i := range s.ranks {
-		if is(&s.ranks[i]) {
-			s.last = i
-			return &s.ranks[i]
+	// Rows of one name usually go from rank to rank, in the same order each time.
+	for range s.ranks {
+		if r := &s.ranks[s.last]; r.key == key && r.dialect == d {
+			return r
 		}
+		s.last = (s.last + 1) % len(s.ranks)
 	}
 	if len(s.ranks) == maxRanks {
 		return nil
