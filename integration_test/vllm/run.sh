@@ -77,9 +77,13 @@ choose_python() {
 
 # Runs a command within what is left of INSTALL_TIMEOUT.
 bounded() {
-  local left=$((deadline - SECONDS))
-  [ "$left" -gt 0 ] || return 124
-  timeout -k 10 "$left" "$@"
+  local left=$((deadline - SECONDS)) status=124
+  if [ "$left" -gt 0 ]; then
+    status=0
+    timeout -k 10 "$left" "$@" || status=$?
+  fi
+  [ "$status" != 124 ] || unavailable "out of time after $INSTALL_TIMEOUT s in: $*"
+  return "$status"
 }
 
 need_libnuma() {
@@ -129,12 +133,12 @@ install_locked() {
   [ -z "${PIP_INDEX_URL-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
   bounded "$python" -m venv "$venv" >&2 || unavailable "$python -m venv failed (Debian: apt-get install python3-venv)"
   bounded "$py" -m pip install -q --disable-pip-version-check uv==0.13.9 >&2 ||
-    unavailable "the package index did not serve uv within $INSTALL_TIMEOUT s"
+    unavailable "the package index did not serve uv"
   uv_install "$here/requirements.lock" ||
-    unavailable "the package index did not serve all of requirements.lock within $INSTALL_TIMEOUT s"
+    unavailable "the package index did not serve all of requirements.lock"
   if [ "$cuda" = real ]; then
     uv_install "$here/cuda.lock" ||
-      unavailable "the package index did not serve all of cuda.lock within $INSTALL_TIMEOUT s"
+      unavailable "the package index did not serve all of cuda.lock"
   else
     make_stubs "$("$py" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   fi

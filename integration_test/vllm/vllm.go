@@ -264,7 +264,7 @@ func (f *Fleet) Signal(i int, sig syscall.Signal) error {
 	return f.replicas[i].signal(sig)
 }
 
-// Close stops all replicas and removes their logs.
+// Close stops all replicas and removes their logs. Closing again does nothing.
 func (f *Fleet) Close() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -10,6 +10,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -165,7 +166,7 @@ func TestInstallUnavailable(t *testing.T) {
 	}{
 		{"index down", map[string]string{"FAKE_INDEX": "down"}, false, "did not serve uv"},
 		{"no python", map[string]string{"PYTHON": "/nonexistent/python"}, false, "needs Python"},
-		{"out of time", map[string]string{"INSTALL_TIMEOUT": "0"}, false, "venv failed"},
+		{"out of time", map[string]string{"INSTALL_TIMEOUT": "0"}, false, "out of time"},
 		{"another is installing", map[string]string{"INSTALL_TIMEOUT": "1"}, true, "another installation held"},
 	}
 	for _, test := range tests {
@@ -224,12 +225,7 @@ func TestFleet(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	closed := false
-	defer func() {
-		if !closed {
-			_ = fleet.Close()
-		}
-	}()
+	defer fleet.Close()
 	first, second := get(t, fleet.URLs[0]), get(t, fleet.URLs[1])
 	if first == second {
 		t.Fatalf("both replicas are process %s", first)
@@ -249,7 +245,6 @@ func TestFleet(t *testing.T) {
 		t.Errorf("restarting one replica replaced the other: process %s, was %s", got, second)
 	}
 
-	closed = true
 	if err := fleet.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -279,7 +274,9 @@ func TestStartRejectsBlankInFlag(t *testing.T) {
 func TestReplicaEndsWithItsStarter(t *testing.T) {
 	fakeInstallation(t)
 	mustScript(t, "install")
-	cmd := exec.Command("bash", "run.sh", "serve", t.TempDir(), "11999")
+	address := freeAddress(t)
+	_, port, _ := strings.Cut(address, ":")
+	cmd := exec.Command("bash", "run.sh", "serve", t.TempDir(), port)
 	cmd.Env = append(os.Environ(), "WATCH_STDIN=1")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	stdin, err := cmd.StdinPipe()
@@ -290,7 +287,7 @@ func TestReplicaEndsWithItsStarter(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }()
-	awaitUp(t, "http://127.0.0.1:11999")
+	awaitUp(t, "http://"+address)
 	if err := stdin.Close(); err != nil {
 		t.Fatal(err)
 	}
@@ -301,6 +298,17 @@ func TestReplicaEndsWithItsStarter(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Fatal("the replica outlived its standard input by 30 s")
 	}
+}
+
+// freeAddress returns an address on which nothing listens.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
 }
 
 // TestVLLM is the one test here that runs the real engine.
