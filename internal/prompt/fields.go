@@ -186,11 +186,10 @@ func (r *reader) scan(body []byte) Fault {
 	switch {
 	case start == len(body):
 		return Empty
-	case body[start] != '{':
-		if _, _, fault := r.next(body, start); fault == NotJSON {
-			return NotJSON
-		}
+	case body[start] == '[', body[start] == '"':
 		return Shape
+	case body[start] != '{':
+		return NotJSON // or a number or the like, which is no better
 	}
 	var room [48]byte
 	members := walkObject(body, start)

@@ -161,8 +161,12 @@ func referenceRead(api API, body []byte, seed uint64) (Prompt, Fault, error) {
 	if err != nil {
 		return p, NotJSON, err
 	}
-	if root.kind != 'o' {
+	switch root.kind {
+	case 'o':
+	case 'a', 's':
 		return p, Shape, nil
+	default:
+		return p, NotJSON, nil
 	}
 	referenceName := func(n node) string {
 		if n.kind == 's' && len(n.str) <= 256 {
