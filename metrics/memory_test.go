@@ -59,14 +59,14 @@ func TestScanMemory(t *testing.T) {
 	}
 	for name, next := range pages {
 		t.Run(name, func(t *testing.T) {
-			const size = 32 << 20
+			const size = 4 << 20
 			s := Scanner{MaxBytes: size}
 			var into Snapshot
 			var before, after runtime.MemStats
 			runtime.ReadMemStats(&before)
 			s.Scan(&generated{left: size, next: next}, &into)
 			runtime.ReadMemStats(&after)
-			if used := after.TotalAlloc - before.TotalAlloc; used > 256<<10 {
+			if used := after.TotalAlloc - before.TotalAlloc; used > 128<<10 {
 				t.Errorf("%d bytes allocated for a page of %d", used, size)
 			}
 		})
