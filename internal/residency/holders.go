@@ -10,7 +10,7 @@ import (
 
 const (
 	stripeBits  = 6
-	segmentBits = 6
+	segmentBits = 5
 	stripeCount = 1 << stripeBits
 )
 
@@ -21,17 +21,19 @@ const (
 // stripes with a lock each, few enough that a batch of a few hundred changes
 // takes each lock once for several of them (a lock costs as much as a change),
 // many enough that a reader seldom meets a writer. The second cut gives each
-// stripe 64 segments, small open-addressing tables that grow alone: with 30
-// million pairs the largest has some 5,000 entries, so a writer that must grow one
-// holds its stripe for tens of microseconds and the whole is never rebuilt.
+// stripe 32 segments, small open-addressing tables that grow alone: with 30
+// million pairs one has some 10,000 entries, so a writer that must grow it holds its
+// stripe for a fraction of a millisecond at worst, and the whole is never rebuilt.
 type holders struct {
 	stripes [stripeCount]stripe
 }
 
+// stripe is padded so that its lock shares no cache line with its segments and the
+// first half of a segment, all that most changes need of it, is on one line.
 type stripe struct {
 	mu       sync.RWMutex
+	_        [64 - unsafe.Sizeof(sync.RWMutex{})]byte
 	segments [1 << segmentBits]segment
-	_        [64]byte // keep the next stripe's lock off this cache line
 }
 
 // rlock takes the read lock, trying for a fraction of a microsecond before it
@@ -125,7 +127,7 @@ func (h *holders) size() (blocks, bytes int) {
 		st.rlock()
 		for j := range st.segments {
 			seg := &st.segments[j]
-			blocks += seg.used
+			blocks += int(seg.used)
 			bytes += cap(seg.buckets)*bucketBytes + cap(seg.lanes.words)*8
 		}
 		st.mu.RUnlock()
@@ -139,7 +141,7 @@ func (h *holders) size() (blocks, bytes int) {
 // keeps the load between 57 % and 85 %.
 type segment struct {
 	buckets []bucket
-	used    int
+	used    int32
 	lanes   laneSlab
 }
 
@@ -214,7 +216,7 @@ func (seg *segment) add(hash uint64, lane uint32) {
 		e.lanes = seg.lanes.add(e.lanes, lane)
 		return
 	}
-	if seg.used*20 >= len(seg.buckets)*bucketEntries*17 { // load 85 %
+	if int(seg.used)*20 >= len(seg.buckets)*bucketEntries*17 { // load 85 %
 		seg.resize(seg.larger(hash))
 	}
 	seg.place(entry{uint32(hash), uint32(hash >> 32), seg.lanes.add(0, lane)})
@@ -249,8 +251,8 @@ func (seg *segment) drop(hash uint64, lane uint32) {
 		seg.delete(hash)
 	}
 	switch {
-	case seg.used*4 < len(seg.buckets)*bucketEntries && len(seg.buckets) > 2:
-		seg.resize(seg.used/3 + 1)
+	case int(seg.used)*4 < len(seg.buckets)*bucketEntries && len(seg.buckets) > 2:
+		seg.resize(int(seg.used)/3 + 1)
 	case seg.lanes.idle():
 		seg.resize(len(seg.buckets))
 	}
@@ -275,7 +277,7 @@ func (seg *segment) delete(hash uint64) {
 func (seg *segment) resize(size int) {
 	old, oldLanes := seg.buckets, seg.lanes
 	seg.buckets = make([]bucket, size)
-	compact := oldLanes.live < len(oldLanes.words)/2
+	compact := int(oldLanes.live) < len(oldLanes.words)/2
 	if compact {
 		seg.lanes = laneSlab{words: make([]uint64, 0, oldLanes.live)}
 	}

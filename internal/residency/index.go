@@ -208,9 +208,8 @@ func (x *Index) setDying(dying []*replica) {
 }
 
 const (
-	// sweepPerCall is how many remains Join, Leave and Clear sweep: a fraction of a
-	// millisecond.
-	sweepPerCall = 4096
+	// sweepPerCall is how many remains Join, Leave and Clear sweep: some tens of microseconds.
+	sweepPerCall = 1024
 	// sweepPerBlock is how many remains Insert sweeps for each of its blocks. Above one, so
 	// that remains vanish faster than they can be made.
 	sweepPerBlock = 2

@@ -319,7 +319,7 @@ func checkSegment(seg *segment) (pairs int, err error) {
 			}
 		}
 	}
-	if used != seg.used || live != seg.lanes.live {
+	if used != int(seg.used) || live != int(seg.lanes.live) {
 		return 0, fmt.Errorf("%d entries and %d words, counted as %d and %d", used, live, seg.used, seg.lanes.live)
 	}
 	if passed != 0 {

@@ -55,8 +55,8 @@ func bitmapClass(lane uint32) uint { return classFor(int(lane/64) + 1) }
 // laneSlab stores the wide sets of one segment: blocks of 1, 2, 4, … words
 // carved from one slice, with a free list per size threaded through the blocks.
 type laneSlab struct {
+	live  int32 // words in use by sets
 	words []uint64
-	live  int                  // words in use by sets
 	free  [maxClass + 1]uint32 // offset+1 of the first free block of a class, 0 = none
 }
 
@@ -68,7 +68,7 @@ func (sl *laneSlab) view(s laneSet) []uint64 {
 
 func (sl *laneSlab) alloc(class uint, kind laneSet) (laneSet, []uint64) {
 	size := 1 << class
-	sl.live += size
+	sl.live += int32(size)
 	offset := uint32(len(sl.words))
 	if head := sl.free[class]; head != 0 {
 		offset = head - 1
@@ -90,7 +90,7 @@ func (sl *laneSlab) release(s laneSet) {
 }
 
 // idle reports whether most of the slab is free and worth giving back.
-func (sl *laneSlab) idle() bool { return len(sl.words) >= 64 && sl.live < len(sl.words)/4 }
+func (sl *laneSlab) idle() bool { return len(sl.words) >= 64 && int(sl.live) < len(sl.words)/4 }
 
 // count returns how many lanes are in s.
 func (sl *laneSlab) count(s laneSet) int {

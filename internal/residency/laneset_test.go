@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"unsafe"
 )
 
 func TestLaneSetAgainstMap(t *testing.T) {
@@ -57,9 +58,22 @@ func TestLaneSetAgainstMap(t *testing.T) {
 				t.Fatalf("%d lanes: set %d lists %d lanes, want %d", lanes, i, len(got), len(want[i]))
 			}
 		}
-		if live != slab.live {
+		if live != int(slab.live) {
 			t.Errorf("%d lanes: %d words in use, counted as %d", lanes, live, slab.live)
 		}
+	}
+}
+
+// TestSegmentAlignment pins the layout that stripe's comment promises.
+func TestSegmentAlignment(t *testing.T) {
+	if size := unsafe.Sizeof(segment{}); size != 96 {
+		t.Errorf("a segment is %d bytes, want 96, so that its first 32 never straddle a cache line", size)
+	}
+	if offset := unsafe.Offsetof(stripe{}.segments); offset != 64 || unsafe.Sizeof(stripe{})%64 != 0 {
+		t.Errorf("segments start at byte %d of %d in a stripe, want 64 of a multiple of 64", offset, unsafe.Sizeof(stripe{}))
+	}
+	if bucketBytes != 64 || numberBucketBytes != 64 {
+		t.Errorf("buckets are %d and %d bytes, want a cache line of 64", bucketBytes, numberBucketBytes)
 	}
 }
 
@@ -84,7 +98,7 @@ func TestLaneSetSize(t *testing.T) {
 			for _, l := range test.lanes {
 				s = slab.add(s, l)
 			}
-			if slab.live != test.words {
+			if int(slab.live) != test.words {
 				t.Errorf("%d words, want %d", slab.live, test.words)
 			}
 			for _, l := range test.lanes {
