@@ -34,4 +34,10 @@
 //
 // which makes prefill of others visible as slower decoding, and decoding of many
 // as slower prefill. The growth of attention with context length is left out.
+//
+// # What is not
+//
+// An answer always has max_tokens tokens; stop conditions, sampling and ignore_eos
+// change nothing. MaxQueued does not count the request that finds the engine idle.
+// There are no data-parallel ranks, no KV connectors and no KV event stream.
 package enginesim

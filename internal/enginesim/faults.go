@@ -75,7 +75,7 @@ func (s *Server) setStall(on bool) {
 }
 
 // FailNext answers the next n inference requests at once with an error of the given
-// status. Status 0 cuts the connection without an answer.
+// status, 200 to 599. Status 0 cuts the connection without an answer.
 func (s *Server) FailNext(status, n int) {
 	s.faults.mu.Lock()
 	defer s.faults.mu.Unlock()

@@ -176,7 +176,7 @@ func (p *instance) prepare(raw []byte, e endpoint) (*answer, int, error) {
 		return nil, http.StatusBadRequest, fmt.Errorf("body is not the JSON object expected: %w", err)
 	}
 	adapter, ok := p.adapterOf(a.body.Model)
-	if !ok {
+	if !ok { // with vLLM's text
 		return nil, http.StatusNotFound, fmt.Errorf("The model `%s` does not exist.", a.body.Model)
 	}
 	a.model = a.body.Model
@@ -278,7 +278,7 @@ func (p *instance) stream(w http.ResponseWriter, r *http.Request, a *answer) {
 
 // render serves the endpoints that show a prompt's tokens instead of running it.
 func (p *instance) render(w http.ResponseWriter, r *http.Request, e renderEndpoint) {
-	if e.scaleOut && !p.config.ScaleOut {
+	if e.scaleOut && !p.config.ScaleOut { // with vLLM's text
 		writeError(w, http.StatusForbidden, errors.New("Scale-out endpoints are disabled"))
 		return
 	}

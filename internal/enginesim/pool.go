@@ -50,7 +50,9 @@ func (p *blockPool) usable() int { return len(p.blocks) - 1 }
 func (p *blockPool) used() int { return p.usable() - p.free }
 
 // lookup returns the block that holds the content, or the null block.
-func (p *blockPool) lookup(hash uint64) blockID { return p.index.get(hash) }
+func (p *blockPool) lookup(hash uint64) blockID {
+	return p.index.slots[p.index.find(p.blocks, hash)].id
+}
 
 // acquire adds a user to a cached block, which leaves the free queue if it was in it.
 func (p *blockPool) acquire(id blockID) {
@@ -80,7 +82,7 @@ func (p *blockPool) store(id blockID, hash uint64) {
 	b := &p.blocks[id]
 	b.hash, b.cached, b.twin = hash, true, nullBlock
 
-	first := p.index.getOrPut(hash, id)
+	first := p.index.getOrPut(p.blocks, hash, id)
 	if first == id {
 		return
 	}
@@ -94,7 +96,7 @@ func (p *blockPool) store(id blockID, hash uint64) {
 // forget removes a block from the index.
 func (p *blockPool) forget(id blockID) {
 	b := &p.blocks[id]
-	slot := p.index.find(b.hash)
+	slot := p.index.find(p.blocks, b.hash)
 	switch first := p.index.slots[slot].id; {
 	case first != id:
 		for p.blocks[first].twin != id {
@@ -148,46 +150,53 @@ func (p *blockPool) unlink(id blockID) {
 
 // hashIndex maps content hashes to blocks: open addressing with linear probing at
 // a load of at most one half. A Go map is several times slower here, and this
-// index is what a replay spends most of its time in.
+// index is what a replay spends most of its time in. A slot holds 32 bits of the
+// hash only, which halves what has to stay in the processor's cache; the block has
+// the rest.
 type hashIndex struct {
 	slots []indexSlot
 	shift uint
 }
 
 type indexSlot struct {
-	hash uint64
-	id   blockID // nullBlock marks an empty slot
+	tag uint32
+	id  blockID // nullBlock marks an empty slot
 }
 
 func newHashIndex(entries int) hashIndex {
 	width := bits.Len(uint(2*entries - 1))
-	return hashIndex{slots: make([]indexSlot, 1<<width), shift: uint(64 - width)}
+	return hashIndex{slots: make([]indexSlot, 1<<width), shift: uint(32 - width)}
 }
 
 func (x *hashIndex) reset() { clear(x.slots) }
 
-// home returns the first slot to probe. Callers may hash badly (a trace may number
-// its blocks), hence the multiplication by 2⁶⁴/φ.
-func (x *hashIndex) home(hash uint64) int { return int(hash * 0x9e3779b97f4a7c15 >> x.shift) }
+// tagOf spreads a hash. Callers may hash badly (a trace may number its blocks),
+// hence the multiplication by 2⁶⁴/φ.
+func tagOf(hash uint64) uint32 { return uint32(hash * 0x9e3779b97f4a7c15 >> 32) }
+
+// home returns the first slot to probe.
+func (x *hashIndex) home(tag uint32) int { return int(tag >> x.shift) }
 
 func (x *hashIndex) next(i int) int { return (i + 1) & (len(x.slots) - 1) }
 
 // find returns the slot that holds the hash, or the empty one where it belongs.
-func (x *hashIndex) find(hash uint64) int {
-	i := x.home(hash)
-	for x.slots[i].id != nullBlock && x.slots[i].hash != hash {
+func (x *hashIndex) find(blocks []block, hash uint64) int {
+	tag := tagOf(hash)
+	i := x.home(tag)
+	for {
+		slot := x.slots[i]
+		if slot.id == nullBlock || slot.tag == tag && blocks[slot.id].hash == hash {
+			return i
+		}
 		i = x.next(i)
 	}
-	return i
 }
 
-func (x *hashIndex) get(hash uint64) blockID { return x.slots[x.find(hash)].id }
-
 // getOrPut returns the block stored under the hash after storing id if there was none.
-func (x *hashIndex) getOrPut(hash uint64, id blockID) blockID {
-	slot := &x.slots[x.find(hash)]
+func (x *hashIndex) getOrPut(blocks []block, hash uint64, id blockID) blockID {
+	slot := &x.slots[x.find(blocks, hash)]
 	if slot.id == nullBlock {
-		*slot = indexSlot{hash, id}
+		*slot = indexSlot{tagOf(hash), id}
 	}
 	return slot.id
 }
@@ -197,7 +206,7 @@ func (x *hashIndex) getOrPut(hash uint64, id blockID) blockID {
 func (x *hashIndex) remove(hole int) {
 	mask := len(x.slots) - 1
 	for i := x.next(hole); x.slots[i].id != nullBlock; i = x.next(i) {
-		home := x.home(x.slots[i].hash)
+		home := x.home(x.slots[i].tag)
 		if (i-home)&mask >= (i-hole)&mask {
 			x.slots[hole] = x.slots[i]
 			hole = i

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -496,6 +497,52 @@ func TestClientAborts(t *testing.T) {
 			return stats.Aborted == 3 && stats.Running == 0 && stats.Waiting == 0 && stats.KVUsage == 0
 		})
 	}
+}
+
+// TestConcurrentClients mixes streams, whole answers and clients that leave, on a
+// cache too small for all of them. In the end the counters are the sum of what the
+// clients saw, and nothing is left in the engine.
+func TestConcurrentClients(t *testing.T) {
+	config := quick
+	config.Blocks, config.MaxSeqs = 60, 8
+	s := startServer(t, ServerConfig{Config: config, Speed: 10})
+	var group sync.WaitGroup
+	var answered, left atomic.Int64
+	for worker := range 12 {
+		group.Go(func() {
+			for i := range 10 {
+				ctx, cancel := context.WithCancel(t.Context())
+				if i%4 == 3 {
+					time.AfterFunc(time.Duration(worker)*time.Millisecond/2, cancel)
+				}
+				body := chat(strings.Repeat("abcd", 100+10*worker), object{"stream": i%2 == 0, "max_tokens": 30 + i})
+				if err := submit(ctx, s.URL(), body); err != nil {
+					left.Add(1)
+				} else {
+					answered.Add(1)
+				}
+				cancel()
+			}
+		})
+	}
+	group.Wait()
+	eventually(t, "an idle engine", func() bool {
+		s := s.Stats()
+		return s.Running == 0 && s.Waiting == 0 && s.KVUsage == 0
+	})
+	stats := s.Stats()
+	// An answer may be complete when its client leaves; a request may never arrive.
+	if stats.Finished < answered.Load() || stats.Finished+stats.Aborted > answered.Load()+left.Load() {
+		t.Errorf("%d finished, %d aborted; clients got %d answers and left %d times",
+			stats.Finished, stats.Aborted, answered.Load(), left.Load())
+	}
+	if answered.Load() < 90 || stats.PrefixHits == 0 {
+		t.Errorf("%d answers, %d tokens hit: too few", answered.Load(), stats.PrefixHits)
+	}
+	p := s.running()
+	p.driver.mu.Lock()
+	defer p.driver.mu.Unlock()
+	checkInvariants(t, p.driver.engine)
 }
 
 // TestHeadersComeWithFirstToken: a stream shows no sign of life before.
