@@ -41,8 +41,6 @@ type attempt struct {
 	replica *fleet.Replica
 	matched int // blocks believed held there
 	reason  Reason
-	tokens  float64 // of the prompt
-	hit     float64 // of them believed cached
 }
 
 // outlook says how a decision reads a request.
@@ -237,9 +235,9 @@ func (d *decision) placeholder(key string) (any, bool) {
 	case "reason":
 		return string(a.reason), true
 	case "prompt_tokens":
-		return int(a.tokens), true
+		return int(a.Prompt), true
 	case "matched_tokens":
-		return int(a.hit), true
+		return int(a.Hit), true
 	}
 	return nil, false
 }

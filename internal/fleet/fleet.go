@@ -22,6 +22,9 @@ const (
 	unseenFor = 10 * time.Minute
 	// sweepEvery is how often such replicas are looked for.
 	sweepEvery = time.Minute
+	// youngFor is how long a fleet that learns its replicas from requests can't
+	// tell a new one from one that it only hears of now.
+	youngFor = 10 * time.Second
 )
 
 // Config is what a fleet needs to know besides its replicas.
@@ -56,6 +59,7 @@ type Fleet struct {
 	cancel   context.CancelFunc
 	pollers  sync.WaitGroup
 	released bool
+	first    time.Time // when the first replica joined by a request, if it was the first of all
 
 	ratio atomic.Uint64 // bytes per token, as float bits
 	rate  atomic.Uint64 // mean prefill rate, as float bits
@@ -163,7 +167,10 @@ func (f *Fleet) join(addr string, now time.Time) *member {
 	}
 	members[addr] = m
 	m.seen.Store(now.Unix())
-	if len(old) > 0 {
+	if len(old) == 0 {
+		f.first = now
+	}
+	if now.Sub(f.first) > youngFor {
 		m.replica.join(now)
 	}
 	f.members.Store(&members)
