@@ -81,8 +81,21 @@ func (t *text) raw(b []byte) {
 	t.n = copy(t.stage[:], b)
 }
 
-// tag adds one or two bytes of framing.
-func (t *text) tag(tag ...byte) { t.raw(tag) }
+// tag adds one byte of framing.
+func (t *text) tag(tag byte) {
+	if t.n+1 < BlockSize && !t.count && !t.done {
+		t.stage[t.n] = tag
+		t.n++
+		return
+	}
+	t.raw([]byte{tag})
+}
+
+// numbered adds a tag with a number.
+func (t *text) numbered(tag, number byte) {
+	t.tag(tag)
+	t.tag(number)
+}
 
 // escaped adds the content of strings as it stands in the body.
 func (t *text) escaped(s []byte, cut bool) {

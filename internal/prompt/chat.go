@@ -264,20 +264,18 @@ func (r *reader) role(role string) {
 
 // member adds a member of a message unless it is null, an empty string or an empty list.
 func (r *reader) member(number byte, v []byte) {
-	if isBlank(v) {
-		return
+	if v != nil && !isBlank(v) {
+		r.text.numbered(tagMember, number)
+		r.text.value(v)
 	}
-	r.text.tag(tagMember, number)
-	r.text.value(v)
 }
 
 // parts adds a member that may be a list of content parts.
 func (r *reader) parts(number byte, v []byte) {
-	if isBlank(v) {
-		return
+	if v != nil && !isBlank(v) {
+		r.text.numbered(tagMember, number)
+		r.content(v)
 	}
-	r.text.tag(tagMember, number)
-	r.content(v)
 }
 
 func isBlank(v []byte) bool {

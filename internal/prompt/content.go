@@ -96,7 +96,7 @@ func (r *reader) part(p *part) {
 		r.leaf(p)
 		return
 	}
-	r.text.tag(tagMember, memberToolResult)
+	r.text.numbered(tagMember, memberToolResult)
 	r.member(memberCallID, p.id)
 	if !isArray(p.content) {
 		r.plain(p.content)
@@ -118,7 +118,7 @@ func (r *reader) leaf(p *part) {
 	case !isObject(v):
 		r.plain(v)
 	case is(p.kind, "tool_use"), is(p.kind, "server_tool_use"):
-		t.tag(tagMember, memberToolUse)
+		t.numbered(tagMember, memberToolUse)
 		r.member(memberCallID, p.id)
 		r.member(memberName, p.name)
 		r.member(memberArguments, p.input)

@@ -45,8 +45,8 @@ func suspectExactly(b *[65]byte, k int) uint64 {
 
 // rewritable returns the index of the first \/ or \u that starts in s[i:end], or end.
 func rewritable(s []byte, i, end int) int {
-	for end-i >= 65 {
-		b := (*[65]byte)(s[i:])
+	for rest := s[i:end]; len(rest) >= 65; rest = rest[64:] {
+		b := (*[65]byte)(rest)
 		if (suspect(b, 0)|suspect(b, 8)|suspect(b, 16)|suspect(b, 24)|
 			suspect(b, 32)|suspect(b, 40)|suspect(b, 48)|suspect(b, 56))&highs != 0 {
 			break

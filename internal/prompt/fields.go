@@ -161,8 +161,11 @@ func plain(key []byte, room *[48]byte) []byte {
 
 // is reports whether a value is the given string.
 func is(v []byte, s string) bool {
-	if !isString(v) {
+	if !isString(v) || len(v) <= len(s) {
 		return false
+	}
+	if len(v) == len(s)+1 {
+		return string(v[1:]) == s // an escape would make it longer
 	}
 	var room [48]byte
 	return string(plain(v[1:], &room)) == s
@@ -211,15 +214,15 @@ func (r *reader) scan(body []byte) Fault {
 // head hashes the fields of the head.
 func (r *reader) head(k key) uint64 {
 	t := text{key: k}
-	t.tag(tagField, byte(r.family()))
+	t.numbered(tagField, byte(r.family()))
 	for f := range headEnd {
 		if v := r.fields[f]; !isNull(v) {
-			t.tag(tagField, byte(f))
+			t.numbered(tagField, byte(f))
 			t.value(v)
 		}
 	}
 	if is(r.fields[fieldToolChoice], "none") {
-		t.tag(tagField, byte(fieldToolChoice))
+		t.numbered(tagField, byte(fieldToolChoice))
 	}
 	return t.sum()
 }
