@@ -34,7 +34,7 @@ const (
 	ReasonNoPrompt Reason = "no_prompt"
 	// ReasonNoBody: has no body.
 	ReasonNoBody Reason = "no_body"
-	// ReasonNotJSON: has a body that is not a JSON object.
+	// ReasonNotJSON: has a body that is not JSON.
 	ReasonNotJSON Reason = "not_json"
 	// ReasonCutJSON: has a body that ends in the middle of its JSON.
 	ReasonCutJSON Reason = "cut_json"

@@ -254,7 +254,7 @@ var odd = []struct {
 	{"unknown path", ReasonNoPrompt, func() *client { return post("/v2/whatever", `{"prompt": "hello"}`) }},
 	{"tokenize", ReasonNoPrompt, func() *client { return post("/tokenize", `{"prompt": "hello"}`) }},
 	{"not JSON", ReasonNotJSON, func() *client { return post("/v1/completions", "prompt=hello") }},
-	{"an array", ReasonNotJSON, func() *client { return post("/v1/completions", `[1,2,3]`) }},
+	{"an array", ReasonNoText, func() *client { return post("/v1/completions", `[1,2,3]`) }},
 	{"cut JSON", ReasonCutJSON, func() *client { return post("/v1/completions", `{"prompt": "hello`) }},
 	{"no prompt", ReasonNoText, func() *client { return post("/v1/completions", `{"model": "m"}`) }},
 	{"prompt null", ReasonNoText, func() *client { return post("/v1/completions", `{"prompt": null}`) }},
