@@ -15,6 +15,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -162,7 +163,7 @@ func newRequest(address string, header http.Header) (*http.Request, error) {
 			request.Host = values[0]
 			continue
 		}
-		request.Header[name] = values
+		request.Header[name] = slices.Clone(values)
 	}
 	return request, nil
 }

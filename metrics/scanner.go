@@ -193,18 +193,18 @@ func (s *Scanner) line(line []byte) error {
 	if !ok {
 		return nil
 	}
-	// Old TensorRT-LLM has names that others may use as well; its first-token
-	// histogram tells it.
+	// An engine is known by its prefix. Old TensorRT-LLM has none and names that
+	// others may use as well, so only its first-token histogram tells it.
 	s.seen[d] = s.seen[d] || d != oldTRTLLMDialect || line[0] == 't'
-	name, labels := cutName(rest)
-	series, ok := dialects[d].names[string(name)]
-	if !ok || series.field == ignored && series.label == "" {
+	name, tail := cutName(rest)
+	meaning, ok := dialects[d].names[string(name)]
+	if !ok || meaning.field == ignored && meaning.label == "" {
 		if end := len(line) - len(rest) + len(name); end < len(line) && line[end] == '{' {
 			s.unread = append(s.unread[:0], line[:end+1]...)
 		}
 		return nil
 	}
-	return s.sample(d, series, labels)
+	return s.sample(d, meaning, tail)
 }
 
 func (s *Scanner) startTime(line []byte) {
@@ -314,15 +314,15 @@ func (l *labels) takeAdapters(name, value []byte) {
 }
 
 // sample reads a row of a known name, from behind the name.
-func (s *Scanner) sample(d int, series series, rest []byte) error {
+func (s *Scanner) sample(d int, meaning series, rest []byte) error {
 	var l labels
-	rest, ok := l.read(&dialects[d], series, rest)
+	rest, ok := l.read(&dialects[d], meaning, rest)
 	if !ok {
 		return nil
 	}
-	f := series.field
-	if series.label != "" {
-		if f, ok = series.values[string(l.pick)]; !ok {
+	f := meaning.field
+	if meaning.label != "" {
+		if f, ok = meaning.values[string(l.pick)]; !ok {
 			return nil
 		}
 	}
@@ -343,7 +343,7 @@ func (s *Scanner) sample(d int, series series, rest []byte) error {
 	if f == kvUsage {
 		v, ok = share(v, ok)
 	}
-	spelling := series.spelling
+	spelling := meaning.spelling
 	if l.part && spelling < deprecated {
 		spelling += deprecated
 	}
