@@ -134,6 +134,48 @@ func TestAlignmentVariableHead(t *testing.T) {
 	}
 }
 
+func TestEstimate(t *testing.T) {
+	for _, tc := range []struct {
+		name     string
+		points   []point
+		depth    int
+		tokens   int
+		observed bool
+	}{
+		{"evenly spread", nil, 5, 105 * 80 / 165, false},
+		{"the end is behind the last block", nil, 10, 105 * 160 / 165, false},
+		{"observed here", []point{{5, 30}}, 5, 30, true},
+		{"below an observed point", []point{{4, 20}}, 2, 10, false},
+		{"above an observed point", []point{{4, 20}}, 8, 20 + 85*(8*16-4*16)/(165-4*16), false},
+		{"between two", []point{{2, 10}, {8, 16}}, 5, 13, false},
+		{"fewer further on", []point{{2, 40}, {8, 10}}, 5, 10, false},
+		{"fewer further on than observed here", []point{{5, 40}, {8, 10}}, 5, 10, true},
+		{"none further on", []point{{8, 0}}, 3, 0, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			l := learned{bytes: 165, tokens: 105, points: tc.points}
+			tokens, observed := l.estimate(tc.depth, 16)
+			if tokens != tc.tokens || observed != tc.observed {
+				t.Errorf("%d tokens, observed %t; want %d, %t", tokens, observed, tc.tokens, tc.observed)
+			}
+		})
+	}
+}
+
+// TestAlignmentObservesBoth checks that the older of two prompts learns from their comparison too.
+func TestAlignmentObservesBoth(t *testing.T) {
+	r := rand.New(rand.NewPCG(4, 4))
+	a := newTestAlignment()
+	stem := randomText(r, 60)
+	for range 2 {
+		a.Learn(append(slices.Clone(stem), randomText(r, 60)...).prompt(1))
+	}
+	newer, older := a.prompts.Front().Value.(*learned), a.prompts.Back().Value.(*learned)
+	if len(older.points) != 1 || !slices.Equal(older.points, newer.points) || older.points[0].tokens < 60 {
+		t.Errorf("points %v and %v", older.points, newer.points)
+	}
+}
+
 func TestAlignmentSamePrompt(t *testing.T) {
 	a := newTestAlignment()
 	x := randomText(rand.New(rand.NewPCG(1, 1)), 100)
