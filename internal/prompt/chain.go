@@ -2,7 +2,11 @@
 
 package prompt
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"unicode/utf16"
+	"unicode/utf8"
+)
 
 // BlockSize is the number of bytes of prompt text in a block: 64 token ids of four bytes, or about 64
 // tokens of English text.
@@ -14,7 +18,7 @@ const mediaSize = 4 * BlockSize
 
 // Tags frame the text. They are bytes that never occur in UTF-8, which the text otherwise is (a body
 // that is not, the engine refuses), so no text can imitate one and nothing needs to be counted before
-// it is written. Two tags with different meanings may share a byte where they cannot meet.
+// it is written. What has a fixed size (a number, a digest) follows its tag as it is.
 const (
 	tagField   = 0xFF // a field of the head follows, its number first
 	tagMessage = 0xFE // a message follows, its role first
@@ -123,6 +127,14 @@ func (t *text) rewrite(s []byte, cut bool) int {
 	var room [64]byte
 	to, i := room[:0], 0
 	for i+1 < len(s) && s[i] == '\\' && s[i+1]&1 != 0 {
+		if c, ok := codeUnit(s[i:]); ok && c >= 0x80 && !utf16.IsSurrogate(c) {
+			to = utf8.AppendRune(to, c)
+			if i += 6; len(to) > len(room)-8 {
+				t.raw(to)
+				to = room[:0]
+			}
+			continue
+		}
 		r, size := unescape(s[i:])
 		halfPair := cut && r >= 0xD800 && r < 0xDC00 && size == 6 && len(s)-i < 12
 		if size == 0 || halfPair {
@@ -151,24 +163,34 @@ func (t *text) string(v []byte) {
 
 // json adds a value as JSON in the order received (templates print it so), without white space.
 func (t *text) json(v []byte) {
+	settled := rewritable(v, 0, len(v)) == len(v) && !cut(v)
 	from := 0 // start of the run that can be added as one
 	for i := 0; i < len(v); {
 		switch v[i] {
 		case '"':
-			i = min(closingQuote(v, min(i+1, len(v)))+1, len(v))
+			i = min(closingQuote(v, i+1)+1, len(v))
 		case ' ', '\n', '\r', '\t':
-			t.escaped(v[from:i], false)
+			t.piece(v[from:i], settled, false)
 			i = space(v, i)
 			from = i
 		default:
 			i++
 		}
 	}
-	t.escaped(v[from:], cut(v))
+	t.piece(v[from:], settled, cut(v))
 	if isString(v) && !cut(v) {
 		t.raw([]byte{'"'})
 	}
 	t.stopAt(v)
+}
+
+// piece adds a part of a JSON value; settled says that nothing in it must be rewritten.
+func (t *text) piece(s []byte, settled, cut bool) {
+	if settled {
+		t.raw(s)
+		return
+	}
+	t.escaped(s, cut)
 }
 
 // value adds a string as text and anything else as JSON.

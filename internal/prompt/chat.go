@@ -55,14 +55,14 @@ func (r *reader) response() Fault {
 	if !isString(v) && (!isArray(v) || first(v) == nil) {
 		return Shape
 	}
+	if s := r.fields[fieldInstructions]; !isNull(s) {
+		r.role("system")
+		r.content(s)
+	}
 	// What the stored response brings is not in the body. Its id stands for it: continuing one
 	// response twice shares a prefix.
 	if s := r.fields[fieldPreviousResponse]; isString(s) {
 		r.member(memberPrevious, s)
-	}
-	if s := r.fields[fieldInstructions]; !isNull(s) {
-		r.role("system")
-		r.content(s)
 	}
 	if isString(v) {
 		r.definitions()
@@ -109,12 +109,7 @@ func (r *reader) definitions() {
 	switch v := r.fields[fieldTools]; {
 	case isArray(v):
 		list := walkArray(v)
-		for {
-			tool, ok := list.next(&r.scanner)
-			if !ok {
-				break
-			}
-			r.tool(tool)
+		for list.more() && r.tool(&list) {
 		}
 	case !isNull(v):
 		r.member(memberTools, v)
@@ -124,15 +119,18 @@ func (r *reader) definitions() {
 	}
 }
 
-// tool adds one definition as received, but for its cache marker.
-func (r *reader) tool(v []byte) {
+// tool adds the list's next definition as received, but for its cache marker.
+func (r *reader) tool(list *array) (ok bool) {
 	t := &r.text
 	t.tag(tagTool)
-	if !isObject(v) {
-		t.json(v)
-		return
+	members, ok := list.object()
+	if !ok {
+		v, ok := list.next(&r.scanner)
+		if ok {
+			t.json(v)
+		}
+		return ok
 	}
-	members := walkObject(v, 0)
 	var room [48]byte
 	for {
 		key, value, ok := members.next(&r.scanner)
@@ -146,7 +144,9 @@ func (r *reader) tool(v []byte) {
 		t.escaped(key, false)
 		t.value(value)
 	}
-	t.stopAt(v)
+	t.stopAt(members.value())
+	list.i = members.i
+	return members.fault == None || members.fault == Cut
 }
 
 // message is a chat message or an item of a response, by its members.

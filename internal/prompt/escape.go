@@ -81,8 +81,8 @@ func nextRewritable(s []byte, i, end int) int {
 	}
 }
 
-// startsEscape reports whether the backslash at i is not itself escaped. An even byte must stand before
-// the run of backslashes it ends, so no run is counted twice.
+// startsEscape reports whether the backslash at i is not itself escaped. It is asked for the last of a run
+// of backslashes only, so however long the runs are, each is counted once.
 func startsEscape(s []byte, i int) bool {
 	run := 0
 	for i > run && s[i-run-1] == '\\' {
@@ -136,16 +136,11 @@ func codeUnit(s []byte) (r rune, ok bool) {
 	if len(s) < 6 || s[0] != '\\' || s[1] != 'u' {
 		return 0, false
 	}
-	for _, c := range s[2:6] {
-		digit := hex[c]
-		if digit < 0 {
-			return 0, false
-		}
-		r = r<<4 | rune(digit)
-	}
-	return r, true
+	r = rune(hex[s[2]])<<12 | rune(hex[s[3]])<<8 | rune(hex[s[4]])<<4 | rune(hex[s[5]])
+	return r, r >= 0
 }
 
+// hex holds the values of hexadecimal digits, and -1 for other bytes, which makes any sum negative.
 var hex = func() (h [256]int8) {
 	for c := range h {
 		h[c] = -1

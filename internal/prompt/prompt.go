@@ -10,6 +10,8 @@
 // Nothing of the prompt's text is kept.
 package prompt
 
+import "bytes"
+
 // Fault is why a body yielded no prompt. It is a closed list, fit for a metrics label.
 type Fault uint8
 
@@ -144,6 +146,9 @@ func name(v []byte, before string) string {
 	const limit = 256
 	if !isString(v) || cut(v) {
 		return ""
+	}
+	if string(v[1:]) == before && bytes.IndexByte(v, '\\') < 0 {
+		return before
 	}
 	var room [limit + 4]byte
 	s := appendDecoded(room[:0], v[1:], limit+1)

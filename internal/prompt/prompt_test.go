@@ -373,6 +373,10 @@ func TestTruncated(t *testing.T) {
 			t.Errorf("the model is lost: %s", test.body)
 		}
 	}
+	var p Prompt
+	if p.Read(Completions, []byte(`{"prompt":"x","max_tokens":10`), false, 1); p.MaxTokens != 0 {
+		t.Errorf("max_tokens of 10… is read as %d", p.MaxTokens)
+	}
 	var whole, part Prompt
 	whole.Read(Completions, []byte(`{"prompt":[`+strings.Repeat("1234,", 200)+`1]}`), true, 1)
 	part.Read(Completions, []byte(`{"prompt":[`+strings.Repeat("1234,", 128)+`12`), false, 1)

@@ -503,13 +503,13 @@ func (r *referenceReader) response() Fault {
 	if n.kind != 's' && n.kind != 'a' {
 		return Shape
 	}
-	if s := r.body.get("previous_response_id"); s.kind == 's' {
-		r.member(memberPrevious, s)
-	}
 	if s := r.body.get("instructions"); s.kind != 0 {
 		r.text = append(r.text, tagMessage)
 		r.text = append(r.text, "system"...)
 		r.content(s)
+	}
+	if s := r.body.get("previous_response_id"); s.kind == 's' {
+		r.member(memberPrevious, s)
 	}
 	if n.kind == 's' {
 		n = node{kind: 'a', list: []node{{

@@ -48,13 +48,8 @@ const nearby = 64
 
 // endOfString returns where the closing quote of a string is whose content starts at i, or len(b).
 func (s *scanner) endOfString(b []byte, i int) int {
-	// Keys, roles and ids are short: a call would take longer than these eight bytes.
-	if i+8 <= len(b) {
-		word := binary.LittleEndian.Uint64(b[i:])
-		quotes, slashes := hasZero(word^('"'*ones)), hasZero(word^('\\'*ones))
-		if quotes != 0 && slashes == 0 {
-			return i + bits.TrailingZeros64(quotes)/8
-		}
+	if at, ok := shortString(b, i); ok {
+		return at
 	}
 	if i >= len(b) {
 		return len(b)
@@ -71,6 +66,17 @@ func (s *scanner) endOfString(b []byte, i int) int {
 		return min(cap(b)-to, len(b))
 	}
 	return closingQuote(b, i)
+}
+
+// shortString is endOfString for strings shorter than eight bytes, as are most keys, roles and types: a
+// call to search them would take longer.
+func shortString(b []byte, i int) (end int, ok bool) {
+	if i+8 > len(b) {
+		return 0, false
+	}
+	word := binary.LittleEndian.Uint64(b[i:])
+	quotes, slashes := hasZero(word^('"'*ones)), hasZero(word^('\\'*ones))
+	return i + bits.TrailingZeros64(quotes)/8, quotes != 0 && slashes == 0
 }
 
 // recall finds the end of a long string seen before.
@@ -96,7 +102,10 @@ func (s *scanner) recall(from int) (to int, ok bool) {
 
 // closingQuote is endOfString without a memory.
 func closingQuote(b []byte, i int) int {
-	for at := i; ; {
+	if at, ok := shortString(b, i); ok {
+		return at
+	}
+	for at := min(i, len(b)); ; {
 		next := bytes.IndexByte(b[at:], '"')
 		if next < 0 {
 			return len(b)
@@ -313,9 +322,12 @@ func first(v []byte) []byte {
 	return v[i:]
 }
 
-// integer reads a plain integer, saturating; anything else is 0.
+// integer reads a plain integer, up to 2³¹ of either sign; anything else is 0.
 func integer(v []byte) int {
 	const limit = 1 << 31
+	if cut(v) {
+		return 0
+	}
 	negative := len(v) > 0 && v[0] == '-'
 	if negative {
 		v = v[1:]
