@@ -70,6 +70,7 @@ func FuzzOperations(f *testing.F) {
 // the same one twice, or under two parents. Beliefs may be wrong then, structures may not.
 func FuzzCollisions(f *testing.F) {
 	f.Add([]byte{5, 1, 1, 2, 3, 2, 0, 4, 3, 2, 1, 0})
+	f.Add([]byte{3, 1, 2, 3, 0, 3, 2, 1, 4, 0, 3, 5, 2, 3}) // every second one goes to the other slot
 	f.Add([]byte{3, 0, 0, 0, 130, 0, 3, 1, 2, 3})
 	f.Fuzz(func(t *testing.T, ops []byte) {
 		x := New()

@@ -29,7 +29,8 @@ type Slot int32
 // slot that is not in use, for a replica that holds nothing.
 const NoSlot Slot = -1
 
-// MaxReplicas is the most replicas that can be in an index at a time.
+// MaxReplicas is the most replicas that can be in an index at a time: half the lanes,
+// the other half being for remains of replicas that left or were cleared.
 const MaxReplicas = maxLanes / 2
 
 // Index is the belief about a fleet of replicas. It is safe for concurrent use.
@@ -185,7 +186,7 @@ func (x *Index) clear(slot Slot) bool {
 		return false
 	}
 	if x.newReplica(v, slot, int(r.capacity.Load()), r.evictions) == nil {
-		// Every lane waits to be swept: more than 16,000 clears in a row with hardly an
+		// Every lane waits to be swept: thousands of clears in a row with hardly an
 		// insert between them. Only then is the replica emptied in place.
 		r.empty()
 		return false

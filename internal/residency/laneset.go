@@ -26,7 +26,7 @@ type laneSet uint32
 const (
 	laneBits = 15
 	laneMask = 1<<laneBits - 1
-	maxLanes = laneMask // lane+1 must fit laneBits
+	maxLanes = 1<<14 - 1
 
 	wideFlag   laneSet = 1 << 31
 	bitmapFlag laneSet = 1 << 30
@@ -34,7 +34,7 @@ const (
 	classMask          = 1<<4 - 1
 	offsetMask         = 1<<classShift - 1
 
-	maxClass     = 9 // 512 words: a bitmap of all lanes
+	maxClass     = 8 // 256 words: a bitmap of all lanes
 	lanesPerWord = 4
 )
 
@@ -55,8 +55,8 @@ func bitmapClass(lane uint32) uint { return classFor(int(lane/64) + 1) }
 // laneSlab stores the wide sets of one segment: blocks of 1, 2, 4, … words
 // carved from one slice, with a free list per size threaded through the blocks.
 type laneSlab struct {
-	live  int32 // words in use by sets
 	words []uint64
+	live  int32                // words in use by sets
 	free  [maxClass + 1]uint32 // offset+1 of the first free block of a class, 0 = none
 }
 

@@ -64,6 +64,43 @@ func TestLaneSetAgainstMap(t *testing.T) {
 	}
 }
 
+// TestSlabReuse: a lane that comes and goes takes no new memory each time, and sets
+// that became small give theirs back.
+func TestSlabReuse(t *testing.T) {
+	seg := segment{}
+	const blocks, lanes = 100, 200
+	for round := range 10 {
+		for block := range uint64(blocks) {
+			for lane := range uint32(lanes) {
+				seg.add(mix(block), lane)
+			}
+		}
+		// Bitmaps of 256 lanes, and what the lists before them left.
+		if limit := blocks * 2 * 4; len(seg.lanes.words) > limit {
+			t.Fatalf("round %d: %d words for %d sets, want at most %d", round, len(seg.lanes.words), blocks, limit)
+		}
+		if round == 9 {
+			break
+		}
+		for block := range uint64(blocks) {
+			for lane := range uint32(lanes - 50) {
+				seg.drop(mix(block), lane)
+			}
+		}
+	}
+	for block := range uint64(blocks) {
+		for lane := uint32(1); lane < lanes; lane++ {
+			seg.drop(mix(block), lane)
+		}
+	}
+	if n := len(seg.lanes.words); n >= 64 {
+		t.Errorf("%d words are left for %d sets of one lane", n, blocks)
+	}
+	if _, err := checkSegment(&seg); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestSegmentAlignment pins the layout that stripe's comment promises.
 func TestSegmentAlignment(t *testing.T) {
 	if size := unsafe.Sizeof(segment{}); size != 96 {
