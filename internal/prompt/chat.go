@@ -177,37 +177,48 @@ func (m *message) members(s *scanner, members *object) {
 		if !ok {
 			return
 		}
-		switch string(plain(key, &room)) {
-		case "role":
-			m.role = value
-		case "type":
-			m.kind = value
-		case "name":
-			m.name = value
-		case "content":
-			m.content = value
-		case "reasoning", "reasoning_content":
-			m.reasoning = value
-		case "refusal":
-			m.refusal = value
-		case "tool_calls":
-			m.calls = value
-		case "tool_call_id", "call_id":
-			m.callID = value
-		case "audio":
-			m.audio = value
-		case "tools":
-			m.tools = value
-		case "arguments", "input", "action":
-			m.arguments = value
-		case "output":
-			m.output = value
-		case "summary":
-			m.summary = value
-		case "encrypted_content":
-			m.encrypted = value
+		member := m.member(key)
+		if member == nil {
+			member = m.member(plain(key, &room))
+		}
+		if member != nil {
+			*member = value
 		}
 	}
+}
+
+func (m *message) member(key []byte) *[]byte {
+	switch string(key) {
+	case "role":
+		return &m.role
+	case "type":
+		return &m.kind
+	case "name":
+		return &m.name
+	case "content":
+		return &m.content
+	case "reasoning", "reasoning_content":
+		return &m.reasoning
+	case "refusal":
+		return &m.refusal
+	case "tool_calls":
+		return &m.calls
+	case "tool_call_id", "call_id":
+		return &m.callID
+	case "audio":
+		return &m.audio
+	case "tools":
+		return &m.tools
+	case "arguments", "input", "action":
+		return &m.arguments
+	case "output":
+		return &m.output
+	case "summary":
+		return &m.summary
+	case "encrypted_content":
+		return &m.encrypted
+	}
+	return nil
 }
 
 // message adds one message or item.

@@ -68,26 +68,37 @@ func (p *part) members(s *scanner, members *object) {
 		if !ok {
 			return
 		}
-		switch string(plain(key, &room)) {
-		case "type":
-			p.kind = value
-		case "text", "thinking", "refusal":
-			p.text = value
-		case "image_url", "input_audio", "audio_url", "video_url", "image_pil", "image_embeds",
-			"audio_embeds", "source", "file", "file_id", "file_data":
-			p.media = value
-		case "uuid":
-			p.uuid = value
-		case "id", "tool_use_id":
-			p.id = value
-		case "name":
-			p.name = value
-		case "input":
-			p.input = value
-		case "content":
-			p.content = value
+		member := p.member(key)
+		if member == nil {
+			member = p.member(plain(key, &room))
+		}
+		if member != nil {
+			*member = value
 		}
 	}
+}
+
+func (p *part) member(key []byte) *[]byte {
+	switch string(key) {
+	case "type":
+		return &p.kind
+	case "text", "thinking", "refusal":
+		return &p.text
+	case "image_url", "input_audio", "audio_url", "video_url", "image_pil", "image_embeds",
+		"audio_embeds", "source", "file", "file_id", "file_data":
+		return &p.media
+	case "uuid":
+		return &p.uuid
+	case "id", "tool_use_id":
+		return &p.id
+	case "name":
+		return &p.name
+	case "input":
+		return &p.input
+	case "content":
+		return &p.content
+	}
+	return nil
 }
 
 // part adds one content part. A tool's result has parts of its own, and those have none.

@@ -201,7 +201,11 @@ func (r *reader) scan(body []byte) Fault {
 		if !ok {
 			break
 		}
-		if f, ok := fieldOf(plain(key, &room)); ok {
+		f, ok := fieldOf(key)
+		if !ok {
+			f, ok = fieldOf(plain(key, &room))
+		}
+		if ok {
 			r.fields[f] = value
 		}
 	}
