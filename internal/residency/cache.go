@@ -4,6 +4,7 @@ package residency
 
 import (
 	"math/bits"
+	"slices"
 	"unsafe"
 )
 
@@ -285,9 +286,10 @@ func (c *cache) bytes() int {
 }
 
 // numberTable finds a node's number by its hash. The hash itself is in the node, so an
-// entry is only 32 bits: 24 for the number and 8 of the hash, which spare all but
-// one in 256 needless looks at a node, and 15 entries with a header fill one
-// cache line, a bucket. The home bucket of a hash is found by multiplication, so that
+// entry has only 24 bits of number and 16 of the hash, which spare all but one in
+// 65,536 needless looks at a node. Twelve entries and a header fill one cache line, a
+// bucket, in which eight of those bits of every entry stand together, so that
+// all twelve are compared in two steps. The home bucket of a hash is found by multiplication, so that
 // the size need not be a power of two and the table fits its capacity.
 //
 // An entry whose home is full goes to the next bucket with room, and each full bucket
@@ -303,13 +305,17 @@ type numberTable struct {
 	used    int
 }
 
-// numberBucket is a cache line. Its entries are the first length(), in any order.
+// numberBucket is a cache line. Its entries are the first length(), in any order;
+// those behind are 0, their tags arbitrary.
 type numberBucket struct {
+	tags    uint64 // bits 0–7 of the hashes of entries 0–7
+	moreTag uint32 // and of entries 8–11
 	header  uint32 // length in the low 8 bits, number of entries that passed above
-	entries [15]uint32
+	entries [numberEntries]uint32
 }
 
 const (
+	numberEntries     = 12
 	numberBucketBytes = int(unsafe.Sizeof(numberBucket{}))
 	lengthMask        = 0xff
 	onePassed         = lengthMask + 1
@@ -317,7 +323,73 @@ const (
 
 func (bk *numberBucket) length() int  { return int(bk.header & lengthMask) }
 func (bk *numberBucket) passed() bool { return bk.header >= onePassed }
-func (bk *numberBucket) full() bool   { return bk.length() == len(bk.entries) }
+func (bk *numberBucket) full() bool   { return bk.length() == numberEntries }
+
+// numberEntry is a node's number below bits 8–15 of its hash.
+func numberEntry(hash uint64, n uint32) uint32 { return uint32(hash>>8)<<nodeBits | n }
+
+const (
+	everyByte = 0x0101010101010101
+	highBits  = 0x8080808080808080
+)
+
+// zeroBytes marks in bit 7 of each byte whether the byte is 0. Above a zero byte it
+// may mark a 1 too: whoever asks must look closer.
+func zeroBytes(w uint64) uint64 { return (w - everyByte) &^ w & highBits }
+
+// find returns the number of the node with the hash, or 0.
+func (bk *numberBucket) find(c *cache, hash uint64) uint32 {
+	tags := hash & 0xff * everyByte
+	for m := zeroBytes(bk.tags ^ tags); m != 0; m &= m - 1 {
+		if n := bk.check(c, hash, bits.TrailingZeros64(m)/8); n != 0 {
+			return n
+		}
+	}
+	for m := uint32(zeroBytes(uint64(bk.moreTag) ^ tags)); m != 0; m &= m - 1 {
+		if n := bk.check(c, hash, 8+bits.TrailingZeros32(m)/8); n != 0 {
+			return n
+		}
+	}
+	return 0
+}
+
+func (bk *numberBucket) check(c *cache, hash uint64, at int) uint32 {
+	e := bk.entries[at]
+	if n := e & nodeMask; n != 0 && e == numberEntry(hash, n) && c.at(n).hash == hash {
+		return n
+	}
+	return 0
+}
+
+func (bk *numberBucket) set(at int, tag uint8, entry uint32) {
+	bk.entries[at] = entry
+	if shift := at * 8; at < 8 {
+		bk.tags = bk.tags&^(0xff<<shift) | uint64(tag)<<shift
+	} else {
+		shift -= 64
+		bk.moreTag = bk.moreTag&^(0xff<<shift) | uint32(tag)<<shift
+	}
+}
+
+func (bk *numberBucket) tag(at int) uint8 {
+	if at < 8 {
+		return uint8(bk.tags >> (at * 8))
+	}
+	return uint8(bk.moreTag >> (at*8 - 64))
+}
+
+// delete takes out an entry and reports whether it was there.
+func (bk *numberBucket) delete(entry uint32) bool {
+	at := slices.Index(bk.entries[:], entry)
+	if at < 0 {
+		return false
+	}
+	last := bk.length() - 1
+	bk.set(at, bk.tag(last), bk.entries[last])
+	bk.entries[last] = 0
+	bk.header--
+	return true
+}
 
 func (t *numberTable) home(hash uint64, log uint) int {
 	at, _ := bits.Mul64(hash<<log, uint64(len(t.buckets)))
@@ -331,19 +403,12 @@ func (t *numberTable) next(i int) int {
 	return 0
 }
 
-func numberEntry(hash uint64, n uint32) uint32 { return uint32(hash)<<nodeBits | n }
-
 func (t *numberTable) find(c *cache, hash uint64) uint32 {
 	i := t.home(hash, c.numberLog)
 	for range t.buckets { // once around at most: every bucket may have been passed
 		bk := &t.buckets[i]
-		for _, e := range bk.entries[:min(bk.length(), len(bk.entries))] {
-			if e>>nodeBits == uint32(hash)&0xff && c.at(e&nodeMask).hash == hash {
-				return e & nodeMask
-			}
-		}
-		if !bk.passed() {
-			return 0
+		if n := bk.find(c, hash); n != 0 || !bk.passed() {
+			return n
 		}
 		i = t.next(i)
 	}
@@ -352,7 +417,7 @@ func (t *numberTable) find(c *cache, hash uint64) uint32 {
 
 // put adds a hash that is not in the table. The node's hash must be set.
 func (t *numberTable) put(c *cache, hash uint64, n uint32) {
-	if t.used*20 >= len(t.buckets)*len(numberBucket{}.entries)*17 { // load 85 %
+	if t.used*20 >= len(t.buckets)*numberEntries*17 { // load 85 %
 		t.grow(c)
 	}
 	t.place(hash, n, c.numberLog)
@@ -366,7 +431,7 @@ func (t *numberTable) place(hash uint64, n uint32, log uint) {
 		i = t.next(i)
 	}
 	bk := &t.buckets[i]
-	bk.entries[bk.length()] = numberEntry(hash, n)
+	bk.set(bk.length(), uint8(hash), numberEntry(hash, n))
 	bk.header++
 }
 
@@ -374,7 +439,7 @@ func (t *numberTable) place(hash uint64, n uint32, log uint) {
 // of 78 %: its share of the capacity with room for the luck of the hashes.
 func (t *numberTable) grow(c *cache) {
 	size := max(len(t.buckets)+1, len(t.buckets)*3/2)
-	if full := (c.capacity>>c.numberLog)/(15*78/100) + 1; len(t.buckets) < full {
+	if full := (c.capacity>>c.numberLog)*100/(numberEntries*78) + 1; len(t.buckets) < full {
 		size = min(size, full)
 	}
 	old := t.buckets
@@ -390,17 +455,8 @@ func (t *numberTable) grow(c *cache) {
 // delete takes out a hash that is in the table.
 func (t *numberTable) delete(hash uint64, n uint32, log uint) {
 	entry := numberEntry(hash, n)
-	for i := t.home(hash, log); ; i = t.next(i) {
-		bk := &t.buckets[i]
-		last := bk.length() - 1
-		for at := 0; at <= last; at++ {
-			if bk.entries[at] == entry {
-				bk.entries[at] = bk.entries[last]
-				bk.header--
-				t.used--
-				return
-			}
-		}
-		bk.header -= onePassed
+	for i := t.home(hash, log); !t.buckets[i].delete(entry); i = t.next(i) {
+		t.buckets[i].header -= onePassed
 	}
+	t.used--
 }
