@@ -6,7 +6,7 @@ package prompt
 // the same, as they are for templates.
 func (r *reader) content(v []byte) {
 	if !isArray(v) {
-		r.plain(v)
+		r.value(v)
 		return
 	}
 	parts := walkArray(v)
@@ -17,8 +17,8 @@ func (r *reader) content(v []byte) {
 	r.text.stopAt(v)
 }
 
-// plain adds content that is no list.
-func (r *reader) plain(v []byte) {
+// value adds content that is no list.
+func (r *reader) value(v []byte) {
 	if !isBlank(v) {
 		r.text.value(v)
 	}
@@ -110,7 +110,7 @@ func (r *reader) part(p *part) {
 	r.text.numbered(tagMember, memberToolResult)
 	r.member(memberCallID, p.id)
 	if !isArray(p.content) {
-		r.plain(p.content)
+		r.value(p.content)
 		r.text.stopAt(p.value)
 		return
 	}
@@ -127,7 +127,7 @@ func (r *reader) leaf(p *part) {
 	t, v := &r.text, p.value
 	switch {
 	case !isObject(v):
-		r.plain(v)
+		r.value(v)
 	case is(p.kind, "tool_use"), is(p.kind, "server_tool_use"):
 		t.numbered(tagMember, memberToolUse)
 		r.member(memberCallID, p.id)
@@ -138,7 +138,7 @@ func (r *reader) leaf(p *part) {
 	case is(p.kind, "refusal"):
 		r.member(memberRefusal, p.text)
 	case isString(p.text):
-		r.plain(p.text)
+		r.value(p.text)
 	case !isNull(p.uuid) && !cut(v):
 		t.media(p.uuid) // the engine, too, takes it for the content
 	case !isNull(p.media):

@@ -97,6 +97,7 @@ func (p *Prompt) Read(api API, body []byte, whole bool, seed uint64) Fault {
 	r := reader{scanner: scanner{long: old.long[:0]}}
 	fault := r.scan(body)
 	p.long, r.complete = r.long, true
+	p.settings(&r, &old)
 	if fault == Cut && !whole {
 		p.Truncated = true
 		fault = None
@@ -104,14 +105,13 @@ func (p *Prompt) Read(api API, body []byte, whole bool, seed uint64) Fault {
 	if fault != None {
 		return fault
 	}
-	p.settings(&r, &old)
 	r.api = r.shape(api)
 	if api == Invocations {
 		p.API = r.api
 	}
 	r.p = p
-	k := newKey(seed)
-	r.text = text{key: k, hash: r.head(k), chain: &p.Chain}
+	key := newKey(seed)
+	r.text = text{key: key, hash: r.head(key), chain: &p.Chain}
 	if fault = r.read(); fault != None {
 		p.Chain, p.Extra, p.Tokens, p.Turn, p.TurnKey = p.Chain[:0], 0, 0, 0, 0
 		if p.Truncated {
