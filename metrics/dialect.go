@@ -30,6 +30,7 @@ const (
 	firstTokens
 	firstTokenSeconds
 	queueSeconds
+	prefillSeconds
 	finished
 	preemptions
 	fields // how many there are
@@ -202,6 +203,7 @@ var vllmNames = join(
 	counter(preemptions, "num_preemptions"),
 	histogram(firstTokens, firstTokenSeconds, "time_to_first_token_seconds"),
 	histogram(ignored, queueSeconds, "request_queue_time_seconds"),
+	histogram(ignored, prefillSeconds, "request_prefill_time_seconds"),
 	choice(gauge(ignored, "engine_sleep_state"), "sleep_state", map[string]field{
 		"awake": awake, "weights_offloaded": asleep, "discard_all": asleep,
 	}),
@@ -242,6 +244,7 @@ var trtllmNames = join(
 	counter(finished, "request_success"),
 	histogram(firstTokens, firstTokenSeconds, "time_to_first_token_seconds"),
 	histogram(ignored, queueSeconds, "request_queue_time_seconds"),
+	histogram(ignored, prefillSeconds, "request_prefill_time_seconds"),
 )
 
 // oldTRTLLMNames: TensorRT-LLM before it prefixed its five request metrics.

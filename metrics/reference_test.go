@@ -288,7 +288,7 @@ func checkSnapshot(t *testing.T, s Snapshot, err error) {
 	t.Helper()
 	facts := []Fact{s.Running, s.Waiting, s.KVUsage, s.CapacityTokens, s.BlockTokens, s.PrefixCaching, s.Asleep,
 		s.PrefixQueries, s.PrefixHits, s.PromptTokens, s.CachedPromptTokens, s.ComputedPromptTokens,
-		s.GenerationTokens, s.FirstTokens, s.FirstTokenSeconds, s.QueueSeconds, s.Finished, s.Preemptions}
+		s.GenerationTokens, s.FirstTokens, s.FirstTokenSeconds, s.QueueSeconds, s.PrefillSeconds, s.Finished, s.Preemptions}
 	for i, f := range append(facts, s.StartTime) {
 		if math.IsNaN(f.Value) || math.IsInf(f.Value, 0) || f.Value < 0 || !f.Known && f.Value != 0 {
 			t.Errorf("fact %d: %+v", i, f)

@@ -30,6 +30,7 @@ func (s *Scanner) settle(d int, into *Snapshot) {
 	into.FirstTokens = p.sum(firstTokens)
 	into.FirstTokenSeconds = p.sum(firstTokenSeconds)
 	into.QueueSeconds = p.sum(queueSeconds)
+	into.PrefillSeconds = p.sum(prefillSeconds)
 	into.Finished = p.sum(finished)
 	into.Preemptions = p.sum(preemptions)
 

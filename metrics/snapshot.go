@@ -133,6 +133,9 @@ type Snapshot struct {
 	// QueueSeconds is the sum of the times requests waited before they were
 	// scheduled, in seconds.
 	QueueSeconds Fact
+	// PrefillSeconds is the sum of the times from when finished requests were
+	// scheduled to their first token, in seconds.
+	PrefillSeconds Fact
 	// Finished counts requests that ended, for whatever reason.
 	Finished Fact
 	// Preemptions counts running requests that lost their KV blocks.
