@@ -7,14 +7,13 @@ import (
 	"sync"
 )
 
-// chunk bounds a batch: how many blocks a replica's cache may gain or lose before
-// the change is published to holders. It also bounds how far Match can be
-// off while an Insert runs, and how long a stripe is locked.
+// chunk bounds a batch: how many blocks a replica's cache may gain or lose before the
+// change is published to holders. It also bounds how far Match can be off while an
+// Insert runs, and how long a stripe is locked.
 const chunk = 512
 
-// batch collects changes to one replica's cache and sorts them by stripe, so
-// that each stripe is locked once for all its changes and the memory
-// accesses of one lock overlap.
+// batch collects changes to one replica's cache and sorts them by stripe, so that each
+// stripe is locked once for all its changes and the memory accesses of one lock overlap.
 type batch struct {
 	adds, drops             []uint64 // at most chunk each
 	sortedAdds, sortedDrops [chunk]uint64

@@ -135,8 +135,8 @@ func TestEvictionsAreCounted(t *testing.T) {
 	}
 }
 
-// TestRemainsAreSwept: what Clear and Leave leave behind goes away with later calls alone,
-// and its lanes are used again.
+// TestRemainsAreSwept: what Clear and Leave leave behind goes away with later calls
+// alone, and its lanes are used again.
 func TestRemainsAreSwept(t *testing.T) {
 	x := New()
 	x.Join(10_000)
@@ -158,7 +158,8 @@ func TestRemainsAreSwept(t *testing.T) {
 	checkInvariants(t, x)
 }
 
-// TestSetCapacityGivesMemoryBack: memory is bounded by the capacity there is, not by the one there was.
+// TestSetCapacityGivesMemoryBack: memory is bounded by the capacity there is, not by the
+// one there was.
 func TestSetCapacityGivesMemoryBack(t *testing.T) {
 	x := New()
 	slot := x.Join(200_000)
@@ -182,8 +183,8 @@ func TestSetCapacityGivesMemoryBack(t *testing.T) {
 	checkInvariants(t, x)
 }
 
-// TestClearWithoutFreeLane: when every other lane is still to be swept, Clear must work and
-// Join must say no.
+// TestClearWithoutFreeLane: when every other lane is still to be swept, Clear must work
+// and Join must say no.
 func TestClearWithoutFreeLane(t *testing.T) {
 	x := New()
 	slot := x.Join(10)

@@ -11,8 +11,8 @@ import (
 	"time"
 )
 
-// The fleet the goals are set for: 64 replicas of 31,250 blocks of which
-// 30 % are held by all.
+// The fleet the goals are set for: 64 replicas of 31,250 blocks of which 30 % are held
+// by all.
 const (
 	fleetReplicas = 64
 	fleetCapacity = 31_250
@@ -30,8 +30,8 @@ func randomChain(rng *rand.Rand, head []uint64, n int) []uint64 {
 	return chain
 }
 
-// fullFleet returns an index in which every replica is full: a shared part, in
-// prompts that start with the same 64 blocks, and prompts of its own.
+// fullFleet returns an index in which every replica is full: a shared part, in prompts
+// that start with the same 64 blocks, and prompts of its own.
 func fullFleet(replicas, capacity, shared int) (*Index, []uint64) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	x := New()
@@ -64,8 +64,8 @@ func perCall(n int, f func(i int)) float64 {
 	return float64(time.Since(start)) / float64(n)
 }
 
-// goMapLookup is the time one lookup in a Go map of a million blocks takes, as
-// a router without this package would do for each block of a chain.
+// goMapLookup is the time one lookup in a Go map of a million blocks takes, as a router
+// without this package would do for each block of a chain.
 func goMapLookup() float64 {
 	rng := rand.New(rand.NewPCG(3, 4))
 	m := make(map[uint64]uint64, 1_000_000)
@@ -176,8 +176,8 @@ func BenchmarkMatchUnderInsert(b *testing.B) {
 }
 
 // BenchmarkInsert reports the time per block, also as a ratio to a Go map of the same
-// number of blocks that does the same: inserting, and deleting another where the cache is
-// full. Both are medians of chains, because a noisy machine stops some for long.
+// number of blocks that does the same: inserting, and deleting another where the cache
+// is full. Both are medians of chains, because a noisy machine stops some for long.
 func BenchmarkInsert(b *testing.B) {
 	b.Run("full", func(b *testing.B) { // every block is new and evicts another
 		x, _ := fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)
@@ -240,7 +240,8 @@ func median(times []time.Duration) float64 {
 	return float64(times[len(times)/2])
 }
 
-// goMapReplace is the time a Go map of size entries takes to delete one and insert another.
+// goMapReplace is the time a Go map of size entries takes to delete one and insert
+// another.
 func goMapReplace(size int) float64 {
 	old := randomChain(rand.New(rand.NewPCG(17, 18)), nil, size)
 	m := make(map[uint64]uint64, size)

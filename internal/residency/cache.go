@@ -12,17 +12,16 @@ const (
 	nodeBits = 24
 	nodeMask = 1<<nodeBits - 1
 
-	// MaxCapacity is the most blocks one replica is believed to hold; larger
-	// capacities are cut to it. At 64 bytes of prompt a block it is a gigabyte of
-	// text.
+	// MaxCapacity is the most blocks one replica is believed to hold; larger capacities
+	// are cut to it. At 64 bytes of prompt a block it is a gigabyte of text.
 	MaxCapacity = nodeMask - 1
 
 	pageBits = 9
 	pageSize = 1 << pageBits
 )
 
-// node is one block in one replica's cache. Links are node numbers, not pointers:
-// half the size, and the garbage collector never looks at them.
+// node is one block in one replica's cache. Links are node numbers, not pointers: half
+// the size, and the garbage collector never looks at them.
 type node struct {
 	hash       uint64
 	prev, next uint32 // towards the more and the less recently used; of a free node, next is the next free one
@@ -33,15 +32,15 @@ type node struct {
 // lost marks, in node.parent, a node that remove is about to take out.
 const lost = 1 << 31
 
-// cache models one replica's prefix cache: which blocks it holds and in which
-// order they will be evicted. It is not safe for concurrent use.
+// cache models one replica's prefix cache: which blocks it holds and in which order they
+// will be evicted. It is not safe for concurrent use.
 //
-// Nodes live in pages of 512 that are never moved, so that growth costs one
-// page and not a copy, and are linked into one list by recency of use; node 0 is
-// the list's head and tail. Hashes find their node through numberTables.
+// Nodes live in pages of 512 that are never moved, so that growth costs one page and not
+// a copy, and are linked into one list by recency of use; node 0 is the list's head and
+// tail. Hashes find their node through numberTables.
 //
-// Every block in the list stands after its parent, i.e. parents are more
-// recently used than their children. By induction over the operations:
+// Every block in the list stands after its parent, i.e. parents are more recently used
+// than their children. By induction over the operations:
 //
 //   - insert places the first n blocks of a chain, from the head on, at the front of the
 //     list. Any of these stands behind its parent, which is the block placed
@@ -53,8 +52,8 @@ const lost = 1 << 31
 //   - remove takes a block with all its descendants.
 //
 // So what is held is always closed under "the block before": a chain is held up to some
-// point and not at all after it, which is what Match relies on, and
-// tails leave before heads, which is what vLLM does.
+// point and not at all after it, which is what Match relies on, and tails leave before
+// heads, which is what vLLM does.
 type cache struct {
 	pages    []*[pageSize]node
 	next     uint32 // first node never used
@@ -69,8 +68,8 @@ type cache struct {
 
 const nodeBytes = int(unsafe.Sizeof(node{}))
 
-// tableBlocks is how many blocks of a full cache one numberTable has at most:
-// it bounds the work of growing one.
+// tableBlocks is how many blocks of a full cache one numberTable has at most: it bounds
+// the work of growing one.
 const tableBlocks = 4096
 
 func newCache(capacity int) cache {
@@ -92,14 +91,14 @@ func (c *cache) table(hash uint64) *numberTable {
 
 func (c *cache) find(hash uint64) uint32 { return c.table(hash).find(c, hash) }
 
-// insert makes the chain most recently used, placing it behind the node `after`
-// (0: at the front), whose block comes before chain[0]. It returns the last node
-// placed, and false if it had to stop: a hash known under
-// another parent means that the hashes of two prefixes collided, and the one known stays.
-// The chain is at most chunk blocks and, with all before it, at most capacity.
+// insert makes the chain most recently used, placing it behind the node `after` (0: at
+// the front), whose block comes before chain[0]. It returns the last node placed, and
+// false if it had to stop: a hash known under another parent means that the hashes of
+// two prefixes collided, and the one known stays. The chain is at most chunk blocks and,
+// with all before it, at most capacity.
 //
-// What is held of it is a head; the rest is new. Both halves, and
-// the victims of the rest, are done as a batch: nearly every step is a cache miss, and misses cost a tenth
+// What is held of it is a head; the rest is new. Both halves, and the victims of the
+// rest, are done as a batch: nearly every step is a cache miss, and misses cost a tenth
 // when the processor sees many of them in a row, so warm touches the memory first.
 func (c *cache) insert(after uint32, chain []uint64, b *batch) (last uint32, ok bool) {
 	c.warm(chain, b)
@@ -122,7 +121,8 @@ func (c *cache) insert(after uint32, chain []uint64, b *batch) (last uint32, ok 
 
 // extend adds a chain of which the first block is not held, after making room for it.
 func (c *cache) extend(after uint32, chain []uint64, b *batch) (last uint32, ok bool) {
-	// A cache above its capacity, about to be trimmed, does not grow but is not trimmed here.
+	// A cache above its capacity, about to be trimmed, does not grow but is not trimmed
+	// here.
 	c.evict(min(len(chain), c.len+len(chain)-c.capacity), b)
 	for _, hash := range chain {
 		if c.find(hash) != 0 {
@@ -165,8 +165,8 @@ func (c *cache) evict(n int, b *batch) {
 	}
 }
 
-// trim evicts down to capacity, at most chunk blocks. It reports whether there
-// is more to do.
+// trim evicts down to capacity, at most chunk blocks. It reports whether there is more
+// to do.
 func (c *cache) trim(b *batch) (more bool) {
 	c.evict(min(c.len-c.capacity, chunk), b)
 	return c.len > c.capacity
@@ -183,10 +183,10 @@ func (c *cache) delete(n uint32) {
 	c.len--
 }
 
-// remove takes out a block and all its descendants, wherever they branched off,
-// calling flush whenever b is full. Descendants are less recently used than the
-// block, so it looks for them from there on, until as many children were found
-// as the nodes found have; they mostly follow at once.
+// remove takes out a block and all its descendants, wherever they branched off, calling
+// flush whenever b is full. Descendants are less recently used than the block, so it
+// looks for them from there on, until as many children were found as the nodes found
+// have; they mostly follow at once.
 func (c *cache) remove(hash uint64, b *batch, flush func()) {
 	first := c.find(hash)
 	if first == 0 {
@@ -218,8 +218,8 @@ func (c *cache) remove(hash uint64, b *batch, flush func()) {
 	}
 }
 
-// forget drops up to limit blocks without care for the cache itself, which is
-// not used any more. It reports whether there are more.
+// forget drops up to limit blocks without care for the cache itself, which is not used
+// any more. It reports whether there are more.
 func (c *cache) forget(limit int, b *batch) (more bool) {
 	n := c.at(0).prev
 	for range min(limit, chunk, c.len) {
@@ -286,18 +286,18 @@ func (c *cache) bytes() int {
 }
 
 // numberTable finds a node's number by its hash. The hash itself is in the node, so an
-// entry has only 24 bits of number and 16 of the hash, which spare all but one in
-// 65,536 needless looks at a node. Twelve entries and a header fill one cache line, a
-// bucket, in which eight of those bits of every entry stand together, so that
-// all twelve are compared in two steps. The home bucket of a hash is found by multiplication, so that
+// entry has only 24 bits of number and 16 of the hash, which spare all but one in 65,536
+// needless looks at a node. Twelve entries and a header fill one cache line, a bucket,
+// in which eight of those bits of every entry stand together, so that all twelve are
+// compared in two steps. The home bucket of a hash is found by multiplication, so that
 // the size need not be a power of two and the table fits its capacity.
 //
 // An entry whose home is full goes to the next bucket with room, and each full bucket
-// counts the entries that passed it. So a search ends at the first bucket that
-// nobody passed, mostly the home; and removal only lowers the counts on the way. It
-// leaves no tombstones, which would force a rebuild now and then for ever in a cache that
-// is always full, and moves no entries, which would need the hashes of
-// their nodes: a cache miss each.
+// counts the entries that passed it. So a search ends at the first bucket that nobody
+// passed, mostly the home; and removal only lowers the counts on the way. It leaves no
+// tombstones, which would force a rebuild now and then for ever in a cache that is
+// always full, and moves no entries, which would need the hashes of their nodes: a cache
+// miss each.
 //
 // A replica has several such tables, each small enough to grow at once.
 type numberTable struct {
@@ -305,8 +305,8 @@ type numberTable struct {
 	used    int
 }
 
-// numberBucket is a cache line. Its entries are the first length(), in any order;
-// those behind are 0, their tags arbitrary.
+// numberBucket is a cache line. Its entries are the first length(), in any order; those
+// behind are 0, their tags arbitrary.
 type numberBucket struct {
 	tags    uint64 // bits 0–7 of the hashes of entries 0–7
 	moreTag uint32 // and of entries 8–11
@@ -333,8 +333,8 @@ const (
 	highBits  = 0x8080808080808080
 )
 
-// zeroBytes marks in bit 7 of each byte whether the byte is 0. Above a zero byte it
-// may mark a 1 too: whoever asks must look closer.
+// zeroBytes marks in bit 7 of each byte whether the byte is 0. Above a zero byte it may
+// mark a 1 too: whoever asks must look closer.
 func zeroBytes(w uint64) uint64 { return (w - everyByte) &^ w & highBits }
 
 // find returns the number of the node with the hash, or 0.
@@ -435,8 +435,8 @@ func (t *numberTable) place(hash uint64, n uint32, log uint) {
 	bk.header++
 }
 
-// grow enlarges the table by half, but not past what a full cache needs at a load
-// of 78 %: its share of the capacity with room for the luck of the hashes.
+// grow enlarges the table by half, but not past what a full cache needs at a load of 78
+// %: its share of the capacity with room for the luck of the hashes.
 func (t *numberTable) grow(c *cache) {
 	size := max(len(t.buckets)+1, len(t.buckets)*3/2)
 	if full := (c.capacity>>c.numberLog)*100/(numberEntries*78) + 1; len(t.buckets) < full {

@@ -8,8 +8,8 @@ import (
 	"testing"
 )
 
-// TestConcurrent lets everything happen at once and then compares the structures
-// with each other. Run it with -race.
+// TestConcurrent lets everything happen at once and then compares the structures with
+// each other. Run it with -race.
 func TestConcurrent(t *testing.T) {
 	const replicas, capacity = 12, 3000
 	x := New()
@@ -75,8 +75,8 @@ func TestConcurrent(t *testing.T) {
 	checkInvariants(t, x)
 }
 
-// TestClearIsImmediate: a Match that starts after Clear or Leave returned sees nothing of
-// what the replica held, even while an Insert to it was under way.
+// TestClearIsImmediate: a Match that starts after Clear or Leave returned sees nothing
+// of what the replica held, even while an Insert to it was under way.
 func TestClearIsImmediate(t *testing.T) {
 	x := New()
 	other := x.Join(10)

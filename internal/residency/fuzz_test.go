@@ -4,7 +4,8 @@ package residency
 
 import "testing"
 
-// FuzzOperations reads operations from bytes and compares every outcome with the reference.
+// FuzzOperations reads operations from bytes and compares every outcome with the
+// reference.
 func FuzzOperations(f *testing.F) {
 	f.Add([]byte{0, 9, 0, 4, 5, 0, 6, 1, 2, 3, 1, 1, 1, 5, 1, 4, 1, 2, 3, 3})
 	f.Add([]byte{0, 3, 5, 0, 5, 1, 2, 3, 4, 5, 4, 0, 2, 2, 0, 5, 0, 3, 1, 2, 3})
@@ -66,8 +67,9 @@ func FuzzOperations(f *testing.F) {
 	})
 }
 
-// FuzzCollisions inserts and removes arbitrary hashes, which no chain of real prompts has:
-// the same one twice, or under two parents. Beliefs may be wrong then, structures may not.
+// FuzzCollisions inserts and removes arbitrary hashes, which no chain of real prompts
+// has: the same one twice, or under two parents. Beliefs may be wrong then, structures
+// may not.
 func FuzzCollisions(f *testing.F) {
 	f.Add([]byte{5, 1, 1, 2, 3, 2, 0, 4, 3, 2, 1, 0})
 	f.Add([]byte{3, 1, 2, 3, 0, 3, 2, 1, 4, 0, 3, 5, 2, 3}) // every second one goes to the other slot

@@ -14,30 +14,30 @@ const (
 	stripeCount = 1 << stripeBits
 )
 
-// holders maps a block's hash to the lanes that hold it: the one structure that
-// all replicas share and that Match reads.
+// holders maps a block's hash to the lanes that hold it: the one structure that all
+// replicas share and that Match reads.
 //
-// It is cut twice by the leading bits of the hash. The first cut gives 64
-// stripes with a lock each, few enough that a batch of a few hundred changes
-// takes each lock once for several of them (a lock costs as much as a change),
-// many enough that a reader seldom meets a writer. The second cut gives each
-// stripe 32 segments, small open-addressing tables that grow alone: with 30
-// million pairs one has some 10,000 entries, so a writer that must grow it holds its
-// stripe for a fraction of a millisecond at worst, and the whole is never rebuilt.
+// It is cut twice by the leading bits of the hash. The first cut gives 64 stripes with a
+// lock each, few enough that a batch of a few hundred changes takes each lock once for
+// several of them (a lock costs as much as a change), many enough that a reader seldom
+// meets a writer. The second cut gives each stripe 32 segments, small open-addressing
+// tables that grow alone: with 30 million pairs one has some 10,000 entries, so a writer
+// that must grow it holds its stripe for a fraction of a millisecond at worst, and the
+// whole is never rebuilt.
 type holders struct {
 	stripes [stripeCount]stripe
 }
 
-// stripe is padded so that its lock shares no cache line with its segments and the
-// first half of a segment, all that most changes need of it, is on one line.
+// stripe is padded so that its lock shares no cache line with its segments and the first
+// half of a segment, all that most changes need of it, is on one line.
 type stripe struct {
 	mu       sync.RWMutex
 	_        [64 - unsafe.Sizeof(sync.RWMutex{})]byte
 	segments [1 << segmentBits]segment
 }
 
-// rlock takes the read lock, trying for a fraction of a microsecond before it
-// parks: writers hold a stripe about that long, and waking up takes longer.
+// rlock takes the read lock, trying for a fraction of a microsecond before it parks:
+// writers hold a stripe about that long, and waking up takes longer.
 func (st *stripe) rlock() {
 	for range 32 {
 		if st.mu.TryRLock() {
@@ -105,9 +105,9 @@ func (st *stripe) apply(ch changes, lane uint32) {
 	st.mu.Unlock()
 }
 
-// warm brings the buckets of the hashes into the processor's cache: misses cost
-// a fraction when it sees many of them in a row. It returns something to keep, so that
-// the reads are not optimised away.
+// warm brings the buckets of the hashes into the processor's cache: misses cost a
+// fraction when it sees many of them in a row. It returns something to keep, so that the
+// reads are not optimised away.
 func (st *stripe) warm(hashes []uint64) uint64 {
 	sum := uint64(0)
 	for _, hash := range hashes {
@@ -118,8 +118,8 @@ func (st *stripe) warm(hashes []uint64) uint64 {
 	return sum
 }
 
-// size returns the number of distinct blocks held by any lane and the memory
-// in use, in bytes.
+// size returns the number of distinct blocks held by any lane and the memory in use, in
+// bytes.
 func (h *holders) size() (blocks, bytes int) {
 	bytes = int(unsafe.Sizeof(*h))
 	for i := range h.stripes {
@@ -135,10 +135,10 @@ func (h *holders) size() (blocks, bytes int) {
 	return blocks, bytes
 }
 
-// segment is an open-addressing table. Hash and holders sit side by side, five blocks and a
-// header to a cache line, a bucket, so that a lookup touches one line, seldom
-// two. Homes, overflow and removal are those of [numberTable]; growth by half
-// keeps the load between 57 % and 85 %.
+// segment is an open-addressing table. Hash and holders sit side by side, five blocks
+// and a header to a cache line, a bucket, so that a lookup touches one line, seldom two.
+// Homes, overflow and removal are those of [numberTable]; growth by half keeps the load
+// between 57 % and 85 %.
 type segment struct {
 	buckets []bucket
 	used    int32
@@ -151,8 +151,8 @@ type bucket struct {
 	entries [5]entry
 }
 
-// entry is one block. The hash is in two halves because a uint64 would align
-// the entry to 16 bytes instead of 12.
+// entry is one block. The hash is in two halves because a uint64 would align the entry
+// to 16 bytes instead of 12.
 type entry struct {
 	lo, hi uint32
 	lanes  laneSet
@@ -224,8 +224,8 @@ func (seg *segment) add(hash uint64, lane uint32) {
 }
 
 // larger is the size to grow to. Segments start at different sizes, depending on bits
-// that all hashes of a segment share, so that they do not all grow, and are not all
-// half empty, at the same time.
+// that all hashes of a segment share, so that they do not all grow, and are not all half
+// empty, at the same time.
 func (seg *segment) larger(hash uint64) int {
 	first := 1 + int(hash>>(64-stripeBits-segmentBits)&1)
 	return max(first, len(seg.buckets)+1, len(seg.buckets)*3/2)
@@ -272,8 +272,8 @@ func (seg *segment) delete(hash uint64) {
 	}
 }
 
-// resize moves everything to a table of so many buckets and, when most of the
-// slab is idle, to a fresh slab.
+// resize moves everything to a table of so many buckets and, when most of the slab is
+// idle, to a fresh slab.
 func (seg *segment) resize(size int) {
 	old, oldLanes := seg.buckets, seg.lanes
 	seg.buckets = make([]bucket, size)

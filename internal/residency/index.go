@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package residency keeps which replica is believed to hold which prefix block
-// in its KV cache, and finds for a prompt how much of it each replica holds.
+// Package residency keeps which replica is believed to hold which prefix block in its KV
+// cache, and finds for a prompt how much of it each replica holds.
 //
 // A prompt is a chain of 64-bit hashes, one a block, each chained on the one before:
-// equal hashes mean equal prompts up to and including that block. The hashes
-// must be well mixed in all bits and, where outsiders choose the prompts, seeded.
+// equal hashes mean equal prompts up to and including that block. The hashes must be
+// well mixed in all bits and, where outsiders choose the prompts, seeded.
 //
 // Per replica there is a [cache], a model of the replica's own prefix cache: same
-// capacity, same order of eviction. All replicas share one [holders] table
-// from hash to the set of replicas, which is what Match searches. Writers
-// work on one replica's cache under that replica's lock and publish the outcome to the
-// shared table in batches; Match takes only the table's read locks.
+// capacity, same order of eviction. All replicas share one [holders] table from hash to
+// the set of replicas, which is what Match searches. Writers work on one replica's cache
+// under that replica's lock and publish the outcome to the shared table in batches;
+// Match takes only the table's read locks.
 package residency
 
 import (
@@ -21,8 +21,8 @@ import (
 	"unsafe"
 )
 
-// Slot is a replica's place in the index. Slots are small numbers from 0 on; that
-// of a replica that left is given to a later one.
+// Slot is a replica's place in the index. Slots are small numbers from 0 on; that of a
+// replica that left is given to a later one.
 type Slot int32
 
 // NoSlot is what Join returns when the index is full. Every method takes it, like any
@@ -35,10 +35,10 @@ const MaxReplicas = maxLanes / 2
 
 // Index is the belief about a fleet of replicas. It is safe for concurrent use.
 //
-// A replica's blocks are booked under a lane, not under its slot. Leave and Clear
-// only take the lane out of the view that Match reads, so the replica holds
-// nothing at once, however much it held; the lane's remains are swept out
-// of the shared table by and by and the lane is reused when it is clean.
+// A replica's blocks are booked under a lane, not under its slot. Leave and Clear only
+// take the lane out of the view that Match reads, so the replica holds nothing at once,
+// however much it held; the lane's remains are swept out of the shared table by and by
+// and the lane is reused when it is clean.
 type Index struct {
 	view      atomic.Pointer[view]
 	evictions atomic.Uint64
@@ -51,8 +51,8 @@ type Index struct {
 	sweeping sync.Mutex // held by whoever sweeps
 }
 
-// view is what a reader needs to know about slots and lanes. It never changes;
-// Join, Leave and Clear replace it.
+// view is what a reader needs to know about slots and lanes. It never changes; Join,
+// Leave and Clear replace it.
 type view struct {
 	holders *holders
 	slots   []*replica // by slot, nil = not in use; the last is in use
@@ -85,8 +85,8 @@ func New() *Index {
 	return x
 }
 
-// Join adds a replica that can hold capacity blocks (cut to 1 … [MaxCapacity]) and
-// holds none yet. It returns NoSlot when there are MaxReplicas already.
+// Join adds a replica that can hold capacity blocks (cut to 1 … [MaxCapacity]) and holds
+// none yet. It returns NoSlot when there are MaxReplicas already.
 func (x *Index) Join(capacity int) Slot {
 	x.sweep(sweepPerCall)
 	x.mu.Lock()
@@ -110,8 +110,8 @@ func (x *Index) Join(capacity int) Slot {
 
 func boundedCapacity(blocks int) int { return min(max(blocks, 1), MaxCapacity) }
 
-// newReplica puts an empty replica into slot of v. It returns nil if all lanes are
-// taken by replicas and by remains not yet swept. x.mu is held.
+// newReplica puts an empty replica into slot of v. It returns nil if all lanes are taken
+// by replicas and by remains not yet swept. x.mu is held.
 func (x *Index) newReplica(v *view, slot Slot, capacity int, evictions *atomic.Uint64) *replica {
 	lane := len(v.lanes)
 	switch n := len(x.free); {
@@ -169,8 +169,8 @@ func (x *Index) leave(slot Slot) bool {
 	return true
 }
 
-// Clear books that a replica holds nothing any more: it restarted or its
-// cache was reset.
+// Clear books that a replica holds nothing any more: it restarted or its cache was
+// reset.
 func (x *Index) Clear(slot Slot) {
 	if x.clear(slot) {
 		x.sweep(sweepPerCall)
@@ -209,15 +209,16 @@ func (x *Index) setDying(dying []*replica) {
 }
 
 const (
-	// sweepPerCall is how many remains Join, Leave and Clear sweep: some tens of microseconds.
+	// sweepPerCall is how many remains Join, Leave and Clear sweep: some tens of
+	// microseconds.
 	sweepPerCall = 1024
-	// sweepPerBlock is how many remains Insert sweeps for each of its blocks. Above one, so
-	// that remains vanish faster than they can be made.
+	// sweepPerBlock is how many remains Insert sweeps for each of its blocks. Above one,
+	// so that remains vanish faster than they can be made.
 	sweepPerBlock = 2
 )
 
-// sweep takes up to budget remains of retired replicas out of the shared table.
-// If another caller is at it, it does nothing.
+// sweep takes up to budget remains of retired replicas out of the shared table. If
+// another caller is at it, it does nothing.
 func (x *Index) sweep(budget int) {
 	if x.queued.Load() == 0 || !x.sweeping.TryLock() {
 		return
@@ -261,8 +262,10 @@ func (x *Index) buried(r *replica) {
 }
 
 // SetCapacity changes how many blocks a replica can hold (cut to 1 … [MaxCapacity]).
-// What it holds above that, the least recently used, is gone when SetCapacity
-// returns; that may take a while for a large cut, during which others wait for a batch at most.
+// What it holds above that, the least recently used, is gone when SetCapacity returns.
+// A large cut takes a while (a fraction of a microsecond a block); Match and other
+// replicas go on meanwhile, and writers to this one wait for a batch at most or, after a
+// cut to less than half, until what is left is copied to less memory.
 func (x *Index) SetCapacity(slot Slot, blocks int) {
 	x.mu.Lock()
 	r := x.view.Load().replica(slot)
@@ -275,10 +278,10 @@ func (x *Index) SetCapacity(slot Slot, blocks int) {
 	}
 }
 
-// Insert books that a replica was sent the chain: it holds all its blocks, and they
-// are the most recently used, the head more recently than the tail. What no longer
-// fits is evicted, least recently used first. Of a chain longer than the
-// capacity the head is kept.
+// Insert books that a replica was sent the chain: it holds all its blocks, and they are
+// the most recently used, the head more recently than the tail. What no longer fits is
+// evicted, least recently used first. Of a chain longer than the capacity the head is
+// kept.
 func (x *Index) Insert(slot Slot, chain []uint64) {
 	if r := x.view.Load().replica(slot); r != nil && len(chain) > 0 {
 		r.insert(chain)
@@ -286,8 +289,8 @@ func (x *Index) Insert(slot Slot, chain []uint64) {
 	x.sweep(sweepPerBlock * len(chain))
 }
 
-// Remove books that a replica lost the chain's blocks from index from on, and so whatever
-// it held that continues any of these, in other chains too.
+// Remove books that a replica lost the chain's blocks from index from on, and so
+// whatever it held that continues any of these, in other chains too.
 func (x *Index) Remove(slot Slot, chain []uint64, from int) {
 	if from < 0 || from >= len(chain) {
 		return

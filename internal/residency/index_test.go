@@ -261,8 +261,8 @@ func TestAgainstReference(t *testing.T) {
 	}
 }
 
-// checkInvariants looks at every structure of an index at rest: what the caches hold
-// is what the shared table says, and parents stand before children.
+// checkInvariants looks at every structure of an index at rest: what the caches hold is
+// what the shared table says, and parents stand before children.
 func checkInvariants(tb testing.TB, x *Index) {
 	tb.Helper()
 	x.sweep(1 << 30)

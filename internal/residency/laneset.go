@@ -6,21 +6,20 @@ import "math/bits"
 
 // laneSet names the lanes that hold one block, in 32 bits.
 //
-// Most blocks are held by one replica or two, a shared system prompt by all of
-// them, and a fleet may have 8 replicas or 1,000. A fixed bitset wastes 128
-// bytes on a lonely block of a large fleet; a list is slow and large for a
-// block that everybody holds. So the common case is stored in the laneSet
-// itself, and only blocks with three holders or more point into a [laneSlab]: at
-// a list of 16-bit lanes while that is smaller, at a bitmap as soon as it is not.
-// With up to 64 lanes that is one word for any set.
+// Most blocks are held by one replica or two, a shared system prompt by all of them, and
+// a fleet may have 8 replicas or 1,000. A fixed bitset wastes 128 bytes on a lonely
+// block of a large fleet; a list is slow and large for a block that everybody holds. So
+// the common case is stored in the laneSet itself, and only blocks with three holders or
+// more point into a [laneSlab]: at a list of 16-bit lanes while that is smaller, at a
+// bitmap as soon as it is not. With up to 64 lanes that is one word for any set.
 //
 //	0                    nobody
 //	bit 31 = 0           one or two lanes: lane+1 in bits 0–14 and 15–29
 //	bit 31 = 1, 30 = 0   list: four lanes (lane+1, 0 = vacant) a word
 //	bit 31 = 1, 30 = 1   bitmap: lane l is bit l%64 of word l/64
 //
-// The wide forms carry the logarithm of their size in words in bits 26–29 and
-// their place in the slab in bits 0–25.
+// The wide forms carry the logarithm of their size in words in bits 26–29 and their
+// place in the slab in bits 0–25.
 type laneSet uint32
 
 const (
@@ -52,8 +51,8 @@ func classFor(n int) uint { return uint(bits.Len(uint(n - 1))) }
 // bitmapClass is the size of a bitmap that reaches up to lane.
 func bitmapClass(lane uint32) uint { return classFor(int(lane/64) + 1) }
 
-// laneSlab stores the wide sets of one segment: blocks of 1, 2, 4, … words
-// carved from one slice, with a free list per size threaded through the blocks.
+// laneSlab stores the wide sets of one segment: blocks of 1, 2, 4, … words carved from
+// one slice, with a free list per size threaded through the blocks.
 type laneSlab struct {
 	words []uint64
 	live  int32                // words in use by sets
@@ -223,9 +222,9 @@ func (sl *laneSlab) addList(s laneSet, lane uint32) laneSet {
 	return sl.build(append(lanes, uint16(lane)), 2*len(words))
 }
 
-// remove returns s without lane, in a smaller form once three quarters of the
-// larger one would be idle: the slack keeps a lane that comes and goes from
-// converting the set each time.
+// remove returns s without lane, in a smaller form once three quarters of the larger one
+// would be idle: the slack keeps a lane that comes and goes from converting the set each
+// time.
 func (sl *laneSlab) remove(s laneSet, lane uint32) laneSet {
 	if !s.wide() {
 		switch lane + 1 {
@@ -269,8 +268,8 @@ func listWords(n int) int {
 	return 1 << classFor(max(1, (n+lanesPerWord-1)/lanesPerWord))
 }
 
-// build stores distinct lanes in the smallest form, a list of at least
-// minWords being smaller than a bitmap or not used at all.
+// build stores distinct lanes in the smallest form, a list of at least minWords being
+// smaller than a bitmap or not used at all.
 func (sl *laneSlab) build(lanes []uint16, minWords int) laneSet {
 	if len(lanes) <= 2 {
 		var s laneSet

@@ -64,8 +64,8 @@ func TestLaneSetAgainstMap(t *testing.T) {
 	}
 }
 
-// TestSlabReuse: a lane that comes and goes takes no new memory each time, and sets
-// that became small give theirs back.
+// TestSlabReuse: a lane that comes and goes takes no new memory each time, and sets that
+// became small give theirs back.
 func TestSlabReuse(t *testing.T) {
 	seg := segment{}
 	const blocks, lanes = 100, 200

@@ -2,20 +2,20 @@
 
 package residency
 
-// Match writes to out[slot], for every slot, how many leading blocks of the chain
-// its replica is believed to hold. It uses out's memory if that is large enough and
-// returns a slice longer than the highest slot in use; slots not in use get 0. It
-// allocates nothing up to 1,024 holders of a block.
+// Match writes to out[slot], for every slot, how many leading blocks of the chain its
+// replica is believed to hold. It uses out's memory if that is large enough and returns
+// a slice longer than the highest slot in use; slots not in use get 0. It allocates
+// nothing up to 1,024 holders of a block.
 //
-// While an Insert or Remove runs on a replica, what Match says about that replica may
-// be off by the blocks the other is just publishing (a few hundred).
+// While an Insert or Remove runs on a replica, what Match says about that replica may be
+// off by the blocks the other is just publishing (a few hundred).
 //
-// Because every replica holds a chain up to some point and not beyond, the
-// number of holders only falls along the chain. So Match probes at doubling
-// distances until nobody holds the block, then halves only those gaps at whose
-// ends the numbers differ: equal numbers mean equal holders. A prompt of 2,048
-// blocks takes one probe when nobody knows it and some twenty when one group of replicas
-// does; each further group that stops elsewhere adds at most eleven.
+// Because every replica holds a chain up to some point and not beyond, the number of
+// holders only falls along the chain. So Match probes at doubling distances until nobody
+// holds the block, then halves only those gaps at whose ends the numbers differ: equal
+// numbers mean equal holders. A prompt of 2,048 blocks takes one probe when nobody knows
+// it and some twenty when one group of replicas does; each further group that stops
+// elsewhere adds at most eleven.
 func (x *Index) Match(chain []uint64, out []int32) []int32 {
 	for {
 		v := x.view.Load()
@@ -106,8 +106,8 @@ func (s *search) resolve(lo, hi probe) {
 	}
 }
 
-// stop books the block at as the last one held, for all its holders that were
-// not seen further on.
+// stop books the block at as the last one held, for all its holders that were not seen
+// further on.
 func (s *search) stop(at int) {
 	for _, lane := range s.view.holders.appendLanes(s.lanes[:0], s.chain[at]) {
 		slot := s.view.slotOf(lane)

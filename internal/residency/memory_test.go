@@ -15,8 +15,8 @@ func heap() int {
 	return int(m.HeapAlloc)
 }
 
-// TestMemoryPerPair holds the index to its goal: 48 bytes per (block, replica), everything
-// counted, and Stats to what the runtime says.
+// TestMemoryPerPair holds the index to its goal: 48 bytes per (block, replica),
+// everything counted, and Stats to what the runtime says.
 func TestMemoryPerPair(t *testing.T) {
 	before := heap()
 	x, _ := fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)

@@ -7,8 +7,8 @@ import (
 	"sync/atomic"
 )
 
-// replica is one replica's cache together with where it is published. Its lock is
-// held for a whole Insert; readers never take it.
+// replica is one replica's cache together with where it is published. Its lock is held
+// for a whole Insert; readers never take it.
 type replica struct {
 	lane    uint32
 	holders *holders
@@ -25,8 +25,8 @@ type replica struct {
 	fleetEvictions *atomic.Uint64
 }
 
-// publish makes a batch visible. r.mu is held, so the batches of one
-// replica arrive in the order they were made.
+// publish makes a batch visible. r.mu is held, so the batches of one replica arrive in
+// the order they were made.
 func (r *replica) publish(b *batch) {
 	r.holders.publish(b, r.lane)
 	r.held.Store(int64(r.cache.len))
