@@ -249,10 +249,14 @@ func (x *Index) LongestKeys(keys []Key, blockSize int) (Match, int) {
 	return x.best(func(v *View) Match { return v.LongestKeys(keys, blockSize) })
 }
 
+// best prefers the lowest of ranks with equal credit.
 func (x *Index) best(match func(*View) Match) (best Match, rank int) {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
 	rank = -1
-	for _, r := range x.Ranks() {
-		if m := match(x.View(r)); m.Credit() > best.Credit() {
+	for r, v := range x.views {
+		m := match(v)
+		if credit := m.Credit(); credit > best.Credit() || (credit > 0 && credit == best.Credit() && r < rank) {
 			best, rank = m, r
 		}
 	}

@@ -123,7 +123,7 @@ type StreamStats struct {
 	// Lost counts how often the rank was cleared because events were lost for good; Restarts because the publisher started anew.
 	Lost, Restarts uint64
 	// DialErrors, ReadErrors, FrameErrors, DecodeErrors and ReplayErrors count failures by kind: no connection, a connection that
-	// broke, a message without a sequence number, a payload that is no batch, a replay without its end.
+	// broke, a message without a sequence number, a payload that is no batch or of a ninth rank, a replay without its end.
 	DialErrors, ReadErrors, FrameErrors, DecodeErrors, ReplayErrors uint64
 	// LastMessage is when the last live message came; zero before the first. Its age is the time since the engine changed anything.
 	LastMessage time.Time
@@ -148,6 +148,10 @@ type Stream struct {
 	ahead   bool             // a replay on this connection went ahead of its live messages
 	silent  bool             // Silent was reported
 	ranks   map[int]struct{} // ranks this publisher has spoken for
+	behind  bool             // what was missed while there was no connection has not been replayed yet
+	rebuild bool             // a replay failed, so that all has to be replayed once that works again
+	failed  int              // replays that failed in a row
+	pause   time.Time        // no replay before
 
 	mu    sync.Mutex
 	stats StreamStats
@@ -228,7 +232,7 @@ func (s *Stream) session(ctx context.Context) (connected, alive bool, err error)
 		return false, false, err
 	}
 	defer c.Close()
-	s.lively, s.ahead = false, false
+	s.lively, s.ahead, s.behind = false, false, s.config.Replay != ""
 	// The probe's answer tells that the subscription has arrived. What is published from then on comes live, so a replay asked for
 	// afterwards leaves no hole between the two.
 	if err := errors.Join(c.Subscribe(s.config.Topic), c.Ping()); err != nil {
@@ -257,7 +261,7 @@ var errDead = errors.New("peer stopped answering heartbeats")
 // follow reads until the connection breaks.
 func (s *Stream) follow(ctx context.Context, c *zmtp.Conn) error {
 	wait := min(time.Second, s.config.Heartbeat) // for the first answer
-	behind, heard, quietSince := true, s.config.Now(), s.config.Now()
+	heard, quietSince := s.config.Now(), s.config.Now()
 	for {
 		ready, err := c.Await(wait)
 		if err != nil {
@@ -271,8 +275,7 @@ func (s *Stream) follow(ctx context.Context, c *zmtp.Conn) error {
 			}
 			heard = s.config.Now()
 		}
-		if behind {
-			behind = false
+		if s.behind {
 			s.catchUp(ctx)
 		}
 		switch now := s.config.Now(); {
@@ -345,6 +348,9 @@ func (s *Stream) wentBack(seq uint64) bool {
 	return s.started && !s.ahead && seq < s.next
 }
 
+// maxStreamRanks is how many ranks one publisher may speak for. Engines have a publisher for each rank; the bound is against nonsense.
+const maxStreamRanks = 8
+
 // apply decodes a batch and moves on, whatever comes of it.
 func (s *Stream) apply(seq uint64, payload []byte, replayed bool) {
 	s.next, s.digest = seq+1, xxhash.Sum64(payload)
@@ -355,10 +361,12 @@ func (s *Stream) apply(seq uint64, payload []byte, replayed bool) {
 		s.lose(err)
 		return
 	}
-	if _, known := s.ranks[b.Rank]; known || len(s.ranks) < maxRanks {
-		s.ranks[b.Rank] = struct{}{}
-		s.sink.Apply(b)
+	if _, known := s.ranks[b.Rank]; !known && len(s.ranks) == maxStreamRanks {
+		s.count(func(st *StreamStats) { st.DecodeErrors++; st.Next = s.next })
+		return
 	}
+	s.ranks[b.Rank] = struct{}{}
+	s.sink.Apply(b)
 	blocks := 0
 	for i := range b.Events {
 		blocks += len(b.Events[i].Hashes)
@@ -406,15 +414,17 @@ var (
 	errEndless   = errors.New("replay sent no end")
 	errNoReplay  = errors.New("the publisher offers no replay")
 	errShortened = errors.New("replay ended before the gap did")
+	errPaused    = errors.New("an earlier replay failed a short time ago")
 )
 
 // catchUp replays what a new connection has missed: everything the publisher still has when it is new to us, else what came after
-// the last batch. That last batch is asked for too, because an equal payload proves that the publisher has not restarted.
+// the last batch. That last batch is asked for too, because an equal payload proves that the publisher has not restarted. When the
+// replay fails, s.behind stays set and it is tried again later.
 func (s *Stream) catchUp(ctx context.Context) {
-	if s.config.Replay == "" {
+	if s.config.Replay == "" || s.config.Now().Before(s.pause) {
 		return
 	}
-	if s.started {
+	if s.started && !s.rebuild {
 		met := false
 		err := s.replay(ctx, s.next-1, func(seq uint64, payload []byte) error {
 			if met {
@@ -427,12 +437,18 @@ func (s *Stream) catchUp(ctx context.Context) {
 			return nil
 		})
 		if met || (err != nil && !errors.Is(err, errStranger)) {
-			return // the rest, if any, shows as a gap
+			s.behind = !met // the rest, if any, shows as a gap
+			return
 		}
 		s.restarted()
 	}
+	if s.started {
+		s.clear()
+		s.started, s.next = false, 0
+	}
 	// Blocks from before the oldest batch that can be replayed stay unknown; that is not a loss of what was known.
-	_ = s.replay(ctx, 0, s.advance) // counted there
+	err := s.replay(ctx, 0, s.advance)
+	s.behind, s.rebuild = err != nil, err != nil
 }
 
 // advance applies a replayed batch; one that does not follow on the last clears what was known before.
@@ -466,17 +482,35 @@ func (s *Stream) closeGap(ctx context.Context, seq uint64) {
 	}
 	if err == nil {
 		err = errShortened
+	} else if s.config.Replay != "" {
+		s.behind, s.rebuild = true, true
 	}
 	s.lose(fmt.Errorf("batches %d to %d: %w", s.next, seq-1, err))
 	s.next = seq
 }
 
-// replay asks for the batches from a sequence number on and hands them over until the end marker or an error of visit.
+// maxReplayPause is the longest time without a replay after many failed ones.
+const maxReplayPause = 10 * time.Minute
+
+// replay asks for the batches from a sequence number on and hands them over until the end marker or an error of visit. As the live
+// stream waits meanwhile, replays that fail one after the other are followed by a growing time without.
 func (s *Stream) replay(ctx context.Context, from uint64, visit func(seq uint64, payload []byte) error) error {
+	if s.config.Now().Before(s.pause) {
+		return errPaused
+	}
 	s.count(func(st *StreamStats) { st.Replays++ })
 	err := s.readReplay(ctx, from, visit)
-	if err != nil && ctx.Err() == nil && !errors.Is(err, errStranger) {
-		s.count(func(st *StreamStats) { st.ReplayErrors++ })
+	if err == nil || errors.Is(err, errStranger) {
+		s.failed = 0
+		return err
+	}
+	if ctx.Err() != nil {
+		return err
+	}
+	s.count(func(st *StreamStats) { st.ReplayErrors++ })
+	// The first one may have been cut off together with the live stream.
+	if s.failed++; s.failed > 1 {
+		s.pause = s.config.Now().Add(min(s.config.MaxBackoff<<min(s.failed-2, 16), maxReplayPause))
 	}
 	return err
 }
