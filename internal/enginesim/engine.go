@@ -423,6 +423,7 @@ func (e *Engine) produce(now time.Duration, r *Request) {
 		r.FirstToken = now
 		e.counters.FirstTokens++
 		e.counters.FirstTokenTime += now - r.Submitted
+		e.counters.PrefillTime += now - r.Admitted
 		e.counters.PromptTokens += int64(r.PromptTokens)
 		e.counters.CachedTokens += int64(r.Cached)
 	}

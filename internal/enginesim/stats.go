@@ -32,6 +32,7 @@ type Counters struct {
 	GenerationTokens int64
 	FirstTokens      int64         // requests whose prefill is complete
 	FirstTokenTime   time.Duration // their times from submission to first token, summed
+	PrefillTime      time.Duration // their times from admission to first token, summed
 	Finished         int64
 	Aborted          int64
 	Rejected         int64

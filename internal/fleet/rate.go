@@ -2,19 +2,26 @@
 
 package fleet
 
-import "math"
-
 // DefaultPrefillRate is the prefill speed assumed of a replica, in uncached
 // prompt tokens a second, until its own counters have told better.
 const DefaultPrefillRate = 10_000
 
 const (
-	// rateHalfLife is the busy time after which a measurement counts half:
-	// long enough to even out prompts that straddle two scrapes, short enough
-	// to follow a replica that slows down.
-	rateHalfLife = 30.0 // seconds
-	// ratePrior is the weight of the assumed rate, in seconds of busy time.
-	ratePrior = 1.0
+	// rateMemory is the number of computed tokens after which a measurement
+	// counts half: some tens of long prompts, so that the mismatch of tokens
+	// and seconds within one scrape evens out and a slow-down is followed.
+	rateMemory = 300_000
+	// rateEnough is the number of computed tokens it takes for a measurement to
+	// stand on its own.
+	rateEnough = 10_000
+	// throughputWindow is the time over which throughput is measured, in
+	// seconds: long against the prompts that straddle its ends.
+	throughputWindow = 10
+	// throughputFades is what each window leaves of the best one before it.
+	throughputFades = 0.98
+	// shortPrompt is the mean of computed tokens below which requests share
+	// steps, in tokens: half of what vLLM computes in a step by default.
+	shortPrompt = 1024
 	// rateLean makes the estimate lean high. A queue believed to drain too
 	// fast costs little, because finished requests and first-token counters
 	// correct it; one believed to drain too slowly keeps work away.
@@ -23,32 +30,51 @@ const (
 
 // rate learns how many uncached prompt tokens a second a replica prefills
 // while it has something to prefill.
+//
+// The engine's own sum of prefill times tells it directly. Where many short
+// prompts share a step each one's time holds the others'; there the throughput
+// that was really reached is a better bound from below. (With long prompts it
+// is not: the engine counts each as a lump.)
 type rate struct {
-	tokens, seconds float64
+	tokens, seconds float64 // computed, and the prefill time they took
+
+	window   float64 // tokens computed in the current window
+	requests float64 // that got their first token in it
+	elapsed  float64 // seconds of it
+	best     float64 // tokens a second of the best window, fading
 }
 
-// observe books that tokens were prefilled in a stretch of busy time.
-func (r *rate) observe(tokens, seconds float64) {
-	if seconds <= 0 || tokens < 0 {
+// observe books what an engine counted in dt seconds: the prompt tokens it
+// computed, the requests that got their first token, and the prefill time of
+// its requests, 0 if it does not tell.
+func (r *rate) observe(tokens, requests, prefill, dt float64) {
+	if r.tokens > rateMemory {
+		r.tokens, r.seconds = r.tokens/2, r.seconds/2
+	}
+	if prefill > 0 || r.seconds > 0 {
+		r.tokens += tokens
+		r.seconds += prefill
+	}
+	r.window += tokens
+	r.requests += requests
+	if r.elapsed += dt; r.elapsed < throughputWindow {
 		return
 	}
-	keep := math.Exp2(-seconds / rateHalfLife)
-	r.tokens = r.tokens*keep + tokens
-	r.seconds = r.seconds*keep + seconds
+	r.best *= throughputFades
+	if r.window < shortPrompt*r.requests {
+		r.best = max(r.best, r.window/r.elapsed)
+	}
+	r.window, r.requests, r.elapsed = 0, 0, 0
 }
 
-// known tells whether enough busy time was seen to stand on its own.
-func (r *rate) known() bool { return r.seconds >= 2*ratePrior && r.tokens > 0 }
+// known tells whether the replica's own counters tell its rate.
+func (r *rate) known() bool { return r.seconds > 0 && r.tokens >= rateEnough }
 
-// perSecond is the learned rate, drawn towards assumed while little was seen.
+// perSecond is the learned rate, or what is assumed while nothing was learned,
+// and never less than what the replica was seen to do.
 func (r *rate) perSecond(assumed float64) float64 {
-	if assumed <= 0 {
-		assumed = DefaultPrefillRate
+	if r.known() {
+		assumed = rateLean * r.tokens / r.seconds
 	}
-	seen := r.tokens / max(r.seconds, 1e-9) * rateLean
-	w := r.seconds / (r.seconds + ratePrior)
-	if r.seconds == 0 {
-		return assumed
-	}
-	return max(1, seen*w+assumed*(1-w))
+	return max(1, assumed, r.best)
 }

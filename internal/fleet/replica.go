@@ -62,7 +62,6 @@ type Replica struct {
 	otherTokens float64
 
 	predicted float64 // hit tokens believed of requests sent since the last scrape
-	lastBusy  bool
 
 	capacity     int     // blocks told to the residency index
 	assumed      assumed // what the fleet reckons with while nothing better is known
@@ -398,7 +397,6 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 		if p.refused {
 			p.warm.start(now)
 		}
-		p.lastBusy = false
 		p.guardAgainstHang(now, false)
 		note("scrape", wasErr, errText(s.Err))
 		note("choice", wasAvoid.String(), p.avoid(now).String())
@@ -447,29 +445,21 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	p.guardAgainstHang(now, prev == nil || counted(prev, next))
 	worked := perSecond * lag.Seconds()
 
-	busy := false
 	p.firstTokens(next, worked, now)
 	if next.Waiting.Known {
 		// The engine's queue is shared by all senders; ours are at most so many.
-		ours := min(next.Waiting.Value, float64(p.unstarted()))
-		p.raiseTo(int(ours), worked)
-		busy = next.Waiting.Value >= 1
+		p.raiseTo(int(min(next.Waiting.Value, float64(p.unstarted()))), worked)
 	}
-	busy = busy || p.unstarted() > 0 && p.trustFirstTokens(next, now)
 	p.countOthers(next)
-
 	if prev != nil {
-		dt := next.At.Sub(prev.At).Seconds()
-		computed, told := uncachedBetween(prev, next)
-		if told && busy && p.lastBusy {
-			p.rate.observe(computed, dt)
+		if computed, told := uncachedBetween(prev, next); told {
+			p.rate.observe(computed, delta(prev.FirstTokens, next.FirstTokens), delta(prev.PrefillSeconds, next.PrefillSeconds), next.At.Sub(prev.At).Seconds())
 		}
 		if !p.foreign.now(now) {
 			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))
 			p.calibrated.observe(p.predicted, delta(prev.PrefixHits, next.PrefixHits))
 		}
 	}
-	p.lastBusy = busy
 	p.passedBytes, p.predicted = 0, 0
 }
 

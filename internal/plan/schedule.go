@@ -39,7 +39,7 @@ type Terms struct {
 // DefaultTerms are used when nothing is configured; docs/choice.md tells where
 // the figures come from.
 var DefaultTerms = Terms{
-	Room:    100 * time.Millisecond,
+	Room:    300 * time.Millisecond,
 	Age:     200,
 	Slip:    1.2,
 	Grace:   2 * time.Second,
@@ -225,6 +225,11 @@ func (s *Scheduler) Next(now time.Time) (time.Time, bool) {
 	return now.Add(time.Duration(soonest * float64(time.Second))), true
 }
 
+// oneBatch is the least a replica may have queued and still be sent more, in
+// tokens: what an engine computes in one step anyway (vLLM's default
+// max_num_batched_tokens for online serving).
+const oneBatch = 2048
+
 const (
 	shortestPause = time.Millisecond
 	longestPause  = time.Second
@@ -381,7 +386,7 @@ func (s *Scheduler) read(l *lane, p *fleet.Replica, now time.Time) {
 	l.queue, l.inFlight, l.free = l.load.Queue, l.load.InFlight, l.load.Free()
 	l.roomy = math.Inf(1)
 	if l.load.QueueKnown {
-		l.roomy = s.Terms.Room.Seconds() * l.load.Rate
+		l.roomy = max(s.Terms.Room.Seconds()*l.load.Rate, oneBatch)
 	}
 }
 
@@ -467,11 +472,23 @@ func (s *Scheduler) gather(r *Request, t strictness, now time.Time) {
 			Need:       r.Tokens + r.Extra,
 			Free:       l.free,
 			InFlight:   l.inFlight,
-			Pace:       l.load.Rate / mean,
+			Pace:       pace(l.load, mean),
 			KVFree:     1 - l.load.KVUsage.Value,
 			Rendezvous: Rendezvous(r.Key, p.ID),
 		})
 	}
+}
+
+// pace is a replica's prefill rate relative to the fleet's. Rates are measured
+// under load, so those of equal machines differ as well, and the busier one
+// seems slower; to count that would pile work on whichever was idle first. Only
+// what is surely another kind of machine counts.
+func pace(l fleet.Load, mean float64) float64 {
+	const same = 1.4
+	if p := l.Rate / mean; l.RateKnown && (p > same || p < 1/same) {
+		return p
+	}
+	return 1
 }
 
 // believedHit is how many of a prompt's tokens an engine that holds held of
