@@ -99,6 +99,9 @@ func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64
 	l.unsure++
 	l.waiting = append(l.waiting[:i], l.waiting[i+1:]...)
 	l.trim()
+	if l.unstarted() == 0 {
+		l.backlog = 0 // no drift from float sums
+	}
 }
 
 // find returns the place of r in waiting. Reservations are in order of seq.

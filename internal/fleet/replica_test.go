@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+// bench is one replica, alone in its fleet, in virtual time.
+type bench struct {
+	*testing.T
+	fleet   *Fleet
+	replica *Replica
+	now     time.Time
+}
+
+func newBench(t *testing.T, cfg Config) *bench {
+	f := NewRegistry().New(cfg, []string{"a"})
+	now := time.Unix(1_700_000_000, 0)
+	return &bench{t, f, f.Replica("a", now), now}
+}
+
+func (b *bench) pass(d time.Duration) { b.now = b.now.Add(d) }
+
+// scrape takes in a page; what it does not set is unknown.
+func (b *bench) scrape(s metrics.Snapshot) {
+	b.Helper()
+	s.At = b.now
+	if s.Engine == metrics.Unknown {
+		s.Engine = metrics.VLLM
+	}
+	b.fleet.Observe(b.replica, metrics.Scrape{Snapshot: &s}, b.now)
+}
+
+func (b *bench) fail(err error) { b.fleet.Observe(b.replica, metrics.Scrape{Err: err}, b.now) }
+
+func (b *bench) send(prompt, uncached float64) *Reservation {
+	r := &Reservation{Prompt: prompt, Uncached: uncached, Hit: prompt - uncached}
+	b.replica.Reserve(r, b.now)
+	return r
+}
+
+func (b *bench) load() Load { return b.replica.Load(b.now) }
+
+func (b *bench) wantAvoid(want Avoid, when string) {
+	b.Helper()
+	if got := b.load().Avoid; got != want || b.replica.Avoided(b.now) != want {
+		b.Errorf("%s: %s, want %s", when, got, want)
+	}
+}
+
+func TestFirstTokenClamp(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{FirstTokens: known(40)}) // before any of ours
+	for _, n := range []float64{1000, 2000, 4000} {
+		b.send(n, n)
+	}
+	for _, tt := range []struct {
+		count     float64
+		low, high float64
+	}{{40, 6000, 7000}, {41, 4000, 6000}, {42, 0, 4000}, {43, 0, 0}} {
+		b.scrape(metrics.Snapshot{FirstTokens: known(tt.count)})
+		if q := b.load().Queue; q < tt.low || q > tt.high {
+			t.Errorf("with the count at %v the queue is %v, want %v … %v", tt.count, q, tt.low, tt.high)
+		}
+		if !b.load().QueueKnown {
+			t.Errorf("with the count at %v the queue is not known", tt.count)
+		}
+	}
+}
+
+// What a scrape takes, the engine works on: the clamp's lower end allows for it.
+func TestClampAllowsForTheScrapesDuration(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
+	b.send(1000, 1000)
+	b.send(50_000, 50_000)
+	b.pass(4 * time.Second) // 40,000 tokens at the assumed rate
+	s := &metrics.Snapshot{At: b.now, Engine: metrics.VLLM, FirstTokens: known(0)}
+	b.fleet.Observe(b.replica, metrics.Scrape{Snapshot: s, Duration: time.Second}, b.now)
+	if q := b.load().Queue; q != 40_000 {
+		t.Errorf("the queue is %v, want the last request less a second's work", q)
+	}
+}
+
+// Whatever finished, and all sent before it, is past its first token.
+func TestFinishPassesThoseBefore(t *testing.T) {
+	b := newBench(t, Config{})
+	b.send(5000, 5000)
+	second := b.send(3000, 3000)
+	b.send(2000, 2000)
+	if q := b.load().Queue; q != 10_000 {
+		t.Fatalf("queue is %v", q)
+	}
+	second.Finish(b.now)
+	if q := b.load().Queue; q != 2000 {
+		t.Errorf("queue is %v after the second finished, want that of the third", q)
+	}
+	second.Finish(b.now)
+	second.Abort(b.now)
+	if n := b.load().InFlight; n != 2 {
+		t.Errorf("%v in flight after one of three ended thrice", n)
+	}
+}
+
+// The first scrape of an engine at work counts what was before.
+func TestOtherSenders(t *testing.T) {
+	b := newBench(t, Config{Interval: 10 * time.Second})
+	b.scrape(metrics.Snapshot{FirstTokens: known(1000)})
+	r := b.send(1000, 1000)
+	b.scrape(metrics.Snapshot{FirstTokens: known(1003)}) // ours and two more
+	if !b.load().QueueKnown {
+		t.Error("two strays are taken for another sender")
+	}
+	b.send(1000, 1000)
+	b.scrape(metrics.Snapshot{FirstTokens: known(1010)})
+	if b.load().QueueKnown {
+		t.Error("another sender goes unnoticed")
+	}
+	b.send(7000, 7000)
+	b.scrape(metrics.Snapshot{FirstTokens: known(1011)})
+	if q := b.load().Queue; q < 7000 {
+		t.Errorf("another sender's first token counts as ours: queue is %v", q)
+	}
+	b.pass(foreignFor + time.Second)
+	b.scrape(metrics.Snapshot{FirstTokens: known(1011)})
+	if !b.load().QueueKnown {
+		t.Error("another sender is reckoned with forever")
+	}
+	r.Finish(b.now)
+}
+
+func TestOthersCountInFlight(t *testing.T) {
+	b := newBench(t, Config{})
+	r := b.send(1000, 1000)
+	b.scrape(metrics.Snapshot{Running: known(20), Waiting: known(5)})
+	if l := b.load(); l.InFlight != 25 {
+		t.Errorf("%v in flight, the engine says 25", l.InFlight)
+	}
+	if l := b.load(); l.Queue <= 1000 {
+		t.Errorf("others' waiting requests add nothing to the queue of %v", l.Queue)
+	}
+	r.Finish(b.now)
+	b.scrape(metrics.Snapshot{Running: known(0), Waiting: known(0)})
+	if l := b.load(); l.InFlight != 0 || l.Queue != 0 {
+		t.Errorf("idle with %v in flight and %v queued", l.InFlight, l.Queue)
+	}
+}
+
+// A restarted engine holds nothing, and gets work gradually.
+func TestRestart(t *testing.T) {
+	b := newBench(t, Config{})
+	chain := []uint64{1, 2, 3}
+	matched := func() int { return b.replica.Matched(b.fleet.Registry.Index.Match(chain, nil)) }
+	b.scrape(metrics.Snapshot{StartTime: known(1_600_000_000), PromptTokens: known(50)})
+	b.replica.Holds(chain)
+	b.scrape(metrics.Snapshot{StartTime: known(1_600_000_000), PromptTokens: known(60)})
+	if n := matched(); n != 3 || b.load().Room < 1000 {
+		t.Errorf("%d blocks and room for %d before the restart", n, b.load().Room)
+	}
+	b.scrape(metrics.Snapshot{StartTime: known(1_600_009_000), PromptTokens: known(1)})
+	if n := matched(); n != 0 || b.load().Room != warmStep {
+		t.Errorf("%d blocks and room for %d after the restart", n, b.load().Room)
+	}
+	b.replica.Holds(chain)
+	b.scrape(metrics.Snapshot{PromptTokens: known(0)}) // a counter fell
+	if n := matched(); n != 0 {
+		t.Errorf("%d blocks after a counter fell", n)
+	}
+}
+
+func TestHangGuard(t *testing.T) {
+	page := func(tokens float64) metrics.Snapshot {
+		return metrics.Snapshot{GenerationTokens: known(tokens), FirstTokens: known(0), PromptTokens: known(0)}
+	}
+	b := newBench(t, Config{})
+	b.scrape(page(7))
+	for range 100 { // idle
+		b.pass(time.Second)
+		b.scrape(page(7))
+	}
+	b.wantAvoid(Eligible, "idle with still counters")
+	r := b.send(10_000, 10_000) // explains a second, of which double is allowed
+	for range 9 {
+		b.pass(time.Second)
+		b.scrape(page(7))
+	}
+	b.wantAvoid(Eligible, "after 9 s")
+	for range 5 {
+		b.pass(time.Second)
+		b.scrape(page(7))
+	}
+	b.wantAvoid(Hung, "after 14 s")
+	b.pass(time.Second)
+	b.scrape(page(8))
+	b.wantAvoid(Eligible, "when a counter moved")
+	if room := b.load().Room; room > warmStep {
+		t.Errorf("room for %d more after a hang", room)
+	}
+	for range 30 {
+		b.pass(time.Second)
+		b.fail(errors.New("timeout"))
+	}
+	b.wantAvoid(Hung, "when its page hangs as well")
+	r.Abort(b.now)
+	b.scrape(page(8))
+	b.wantAvoid(Eligible, "when nothing is in flight")
+}
+
+// An engine that has no counter which work moves can't be caught.
+func TestHangGuardNeedsCounters(t *testing.T) {
+	b := newBench(t, Config{})
+	defer b.send(1000, 1000).Abort(b.now)
+	for range 100 {
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{Running: known(1)})
+	}
+	b.wantAvoid(Eligible, "without counters")
+}
+
+func TestWarmUp(t *testing.T) {
+	b := newBench(t, Config{})
+	if room := b.load().Room; room < 1000 {
+		t.Errorf("a replica that was there from the start has room for %d", room)
+	}
+	b.replica.Unavailable(b.now)
+	var open []*Reservation
+	for answered := 0; answered < warmAfter; answered++ {
+		for b.load().Room > 0 {
+			open = append(open, b.send(10, 10))
+		}
+		if want := warmStep * (1 + answered); len(open) != want {
+			t.Fatalf("after %d answers %d requests at once, want %d", answered, len(open), want)
+		}
+		open[0].Finish(b.now)
+		open = open[1:]
+	}
+	if room := b.load().Room; room < 1000 {
+		t.Errorf("after %d answers there is room for %d", warmAfter, room)
+	}
+	for _, r := range open {
+		r.Abort(b.now)
+	}
+	b.replica.Unavailable(b.now)
+	b.pass(warmWithin + time.Second)
+	if room := b.load().Room; room < 1000 {
+		t.Errorf("after a minute without traffic there is room for %d", room)
+	}
+}
+
+func TestFailuresAreAvoidedLonger(t *testing.T) {
+	b := newBench(t, Config{})
+	for _, want := range []time.Duration{1, 2, 4, 8, 16, 30, 30} {
+		b.replica.Failed(b.now)
+		b.pass(want*time.Second - time.Millisecond)
+		b.wantAvoid(Failing, fmt.Sprint(want, " s"))
+		b.pass(time.Millisecond)
+		b.wantAvoid(Eligible, fmt.Sprint(want, " s later"))
+	}
+	for range 1000 { // no shift may overflow
+		b.replica.Failed(b.now)
+	}
+	b.wantAvoid(Failing, "after many failures")
+	b.send(1, 1).Finish(b.now)
+	b.wantAvoid(Eligible, "after an answer")
+	b.replica.Failed(b.now)
+	b.pass(time.Second)
+	b.wantAvoid(Eligible, "the count began anew")
+}
+
+func TestAvoid(t *testing.T) {
+	b := newBench(t, Config{})
+	b.fail(fmt.Errorf("dial: %w", syscall.ECONNREFUSED))
+	b.wantAvoid(Refused, "connection refused")
+	b.fail(errors.New("timeout"))
+	b.wantAvoid(Eligible, "another error")
+	b.fail(syscall.ECONNREFUSED)
+	b.scrape(metrics.Snapshot{})
+	b.wantAvoid(Eligible, "a good scrape")
+	b.scrape(metrics.Snapshot{Asleep: known(1)})
+	b.wantAvoid(Asleep, "asleep")
+	b.scrape(metrics.Snapshot{Asleep: known(0)})
+	b.wantAvoid(Eligible, "awake")
+	b.replica.Drain(true)
+	b.wantAvoid(Drained, "drained")
+	b.replica.Drain(false)
+	b.wantAvoid(Eligible, "back")
+	for a := Eligible; a <= Drained; a++ {
+		if a.String() == "" {
+			t.Errorf("%d has no name", a)
+		}
+	}
+}
+
+// Unknown is not idle, and old is unknown.
+func TestStaleFactsAreUnknown(t *testing.T) {
+	b := newBench(t, Config{Interval: 3 * time.Second})
+	if l := b.load(); l.KVUsage.Known || l.QueueKnown || l.Capacity != 0 || l.Free() < 1e300 {
+		t.Errorf("before any scrape: %+v", l)
+	}
+	page := metrics.Snapshot{KVUsage: known(0.5), CapacityTokens: known(1000), BlockTokens: known(32), FirstTokens: known(0)}
+	b.scrape(page)
+	b.scrape(page)
+	if l := b.load(); l.KVUsage.Value != 0.5 || l.Free() != 500 || l.BlockTokens != 32 || !l.QueueKnown {
+		t.Errorf("after a scrape: %+v", l)
+	}
+	b.pass(9 * time.Second)
+	if l := b.load(); !l.KVUsage.Known {
+		t.Error("unknown after three intervals")
+	}
+	b.pass(time.Second)
+	if l := b.load(); l.KVUsage.Known || l.QueueKnown {
+		t.Error("known after more than three intervals")
+	} else if l.Capacity != 1000 || l.BlockTokens != 32 {
+		t.Error("what an engine is built with is forgotten")
+	}
+	b.send(700, 700)
+	if free := b.load().Free(); free != 300 {
+		t.Errorf("%v tokens free of 1000 with 700 in flight", free)
+	}
+}
+
+func TestTrust(t *testing.T) {
+	b := newBench(t, Config{})
+	queries, hits := 0.0, 0.0
+	rounds := func(n int, confirmed float64) {
+		for range n {
+			b.send(10_000, 1000).Finish(b.now)
+			queries, hits = queries+10_000, hits+9000*confirmed
+			b.pass(time.Second)
+			b.scrape(metrics.Snapshot{PrefixQueries: known(queries), PrefixHits: known(hits), FirstTokens: known(queries / 10_000)})
+		}
+	}
+	rounds(2, 0)
+	if trust := b.load().Trust; trust != 1 {
+		t.Errorf("trust is %v after next to nothing", trust)
+	}
+	rounds(100, 0.5)
+	if trust := b.load().Trust; trust < 0.45 || trust > 0.55 {
+		t.Errorf("trust is %v where the engine confirms half", trust)
+	}
+	rounds(100, 2)
+	if trust := b.load().Trust; trust != 1 {
+		t.Errorf("trust is %v where the engine hits more than believed", trust)
+	}
+	b.scrape(metrics.Snapshot{PrefixCaching: known(0), PrefixQueries: known(queries), PrefixHits: known(hits), FirstTokens: known(queries / 10_000)})
+	if trust := b.load().Trust; trust != 0 {
+		t.Errorf("trust is %v in an engine without a prefix cache", trust)
+	}
+}
+
+func TestBytesPerToken(t *testing.T) {
+	b := newBench(t, Config{})
+	if got := b.fleet.BytesPerToken(); got != DefaultBytesPerToken {
+		t.Errorf("%v bytes per token before anything is known", got)
+	}
+	tokens, count := 0.0, 0.0
+	round := func(bytes, counted float64) {
+		r := &Reservation{Prompt: bytes / 4, Uncached: bytes / 4, Bytes: bytes}
+		b.replica.Reserve(r, b.now)
+		r.Finish(b.now)
+		tokens, count = tokens+counted, count+1
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{PromptTokens: known(tokens), FirstTokens: known(count)})
+	}
+	b.scrape(metrics.Snapshot{PromptTokens: known(0), FirstTokens: known(0)})
+	for range 20 {
+		round(30_000, 12_000)
+	}
+	if got := b.fleet.BytesPerToken(); got != 2.5 {
+		t.Errorf("%v bytes per token, the engine counts 2.5", got)
+	}
+	round(30_000, 1) // no tokenizer does this
+	round(1, 30_000)
+	if got := b.fleet.BytesPerToken(); got != 2.5 {
+		t.Errorf("%v bytes per token after absurd counts", got)
+	}
+	for range 500 {
+		round(30_000, 6000)
+	}
+	if got := b.fleet.BytesPerToken(); got < 4.5 {
+		t.Errorf("%v bytes per token, long after the texts changed to 5", got)
+	}
+}
+
+func TestIndexHasTheEnginesSize(t *testing.T) {
+	b := newBench(t, Config{Capacity: 100_000})
+	size := func() int { return b.fleet.Registry.Index.Capacity(b.replica.Slot) }
+	if got, want := size(), 100_000*DefaultBytesPerToken/prompt.BlockSize; got != want {
+		t.Errorf("%d blocks by the configured capacity, want %d", got, want)
+	}
+	b.scrape(metrics.Snapshot{CapacityTokens: known(640_000)})
+	if got, want := size(), 640_000*DefaultBytesPerToken/prompt.BlockSize; got != want {
+		t.Errorf("%d blocks by the engine's capacity, want %d", got, want)
+	}
+	b.scrape(metrics.Snapshot{CapacityTokens: known(641_000)})
+	if got, want := size(), 640_000*DefaultBytesPerToken/prompt.BlockSize; got != want {
+		t.Errorf("a change of a sixth of a percent resizes the index from %d to %d", want, got)
+	}
+}
+
+// Everything at once, from many goroutines. Run with -race.
+func TestReplicaConcurrently(t *testing.T) {
+	f := NewRegistry().New(Config{}, []string{"a"})
+	p := f.Replica("a", time.Now())
+	var wg sync.WaitGroup
+	for worker := range 8 {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(uint64(worker), 1))
+			for i := range 500 {
+				r := &Reservation{Prompt: 1000 * rng.Float64(), Uncached: 900 * rng.Float64(), Bytes: 4000}
+				p.Reserve(r, time.Now())
+				p.Holds([]uint64{uint64(worker), uint64(i)})
+				if l := p.Load(time.Now()); l.Queue < 0 || l.InFlight < 1 {
+					t.Errorf("queue %v, in flight %v", l.Queue, l.InFlight)
+				}
+				switch rng.IntN(5) {
+				case 0:
+					f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{At: time.Now(), Engine: metrics.VLLM, FirstTokens: known(float64(i))}}, time.Now())
+				case 1:
+					p.Failed(time.Now())
+				case 2:
+					_ = f.Views(time.Now())
+				}
+				var both sync.WaitGroup // ends race, and one counts
+				both.Go(func() { r.Finish(time.Now()) })
+				both.Go(func() { r.Abort(time.Now()) })
+				both.Wait()
+			}
+		})
+	}
+	wg.Wait()
+	if l := p.Load(time.Now()); l.InFlight != 0 || l.Queue != 0 || p.Outstanding() != 0 {
+		t.Errorf("idle with %v in flight, %v queued, %v outstanding", l.InFlight, l.Queue, p.Outstanding())
+	}
+}
