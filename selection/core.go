@@ -70,6 +70,7 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 			return err
 		}
 		c.poll = poll
+		settings.Elsewhere = poll.port != 0
 		settings.Poll, settings.Interval = poll.target, time.Duration(cfg.polling.Interval)
 	}
 	app, err := theApp(ctx)

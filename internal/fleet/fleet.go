@@ -36,6 +36,9 @@ type Config struct {
 	Poll func(addr string) (metrics.PollConfig, bool)
 	// Interval is the time between scrapes.
 	Interval time.Duration
+	// Elsewhere says that the metrics pages have another port than the
+	// requests, so that a refused connection tells nothing of the engine.
+	Elsewhere bool
 	// Capacity is the KV cache assumed of a replica whose engine does not tell
 	// its own, in tokens. Default: 500,000.
 	Capacity int
@@ -94,6 +97,7 @@ func (f *Fleet) hold(addr string) *Replica {
 	p := f.Registry.hold(addr)
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.assumed.elsewhere = f.Elsewhere
 	if f.Interval > 0 {
 		p.assumed.staleAfter = max(3*f.Interval, 5*time.Second)
 	}

@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"context"
 	"errors"
 	"math"
 	"sync"
@@ -86,6 +87,7 @@ type assumed struct {
 	bytesPerToken float64
 	capacity      float64       // KV cache in tokens
 	staleAfter    time.Duration // age at which a scrape is not believed any more
+	elsewhere     bool          // the metrics page has another port than the requests
 }
 
 // ScrapeStats counts what happened to a replica's scrapes.
@@ -393,11 +395,14 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 	p.scrapes.Err, p.scrapes.Took = s.Err, s.Duration
 	if s.Err != nil {
 		p.scrapes.Bad++
-		p.refused = errors.Is(s.Err, syscall.ECONNREFUSED)
+		p.refused = errors.Is(s.Err, syscall.ECONNREFUSED) && !p.assumed.elsewhere
 		if p.refused {
 			p.warm.start(now)
 		}
-		p.guardAgainstHang(now, false)
+		// A page that used to answer and hangs may be an engine that does. Any
+		// other failure tells nothing of the engine.
+		hangs := p.latest != nil && errors.Is(s.Err, context.DeadlineExceeded)
+		p.guardAgainstHang(now, !hangs)
 		note("scrape", wasErr, errText(s.Err))
 		note("choice", wasAvoid.String(), p.avoid(now).String())
 		return changes
