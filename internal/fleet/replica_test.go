@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -208,7 +209,12 @@ func TestHangGuard(t *testing.T) {
 	}
 	for range 30 {
 		b.pass(time.Second)
-		b.fail(errors.New("timeout"))
+		b.fail(errors.New("404 Not Found"))
+	}
+	b.wantAvoid(Eligible, "when its page is gone")
+	for range 30 {
+		b.pass(time.Second)
+		b.fail(context.DeadlineExceeded)
 	}
 	b.wantAvoid(Hung, "when its page hangs as well")
 	r.Abort(b.now)
