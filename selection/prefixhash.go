@@ -23,13 +23,9 @@ func init() {
 	caddy.RegisterModule(new(PrefixHash))
 }
 
-const (
-	defaultLoadFactor = 1.25
-	defaultSlack      = 32_000
-	// defaultSeed starts the chains of every prefix_hash that has no seed of
-	// its own, so that all Caddys agree.
-	defaultSeed = "caddy-kv-cache prefix_hash 1"
-)
+// defaultSeed starts the chains of every prefix_hash that has no seed of its
+// own, so that all Caddys agree.
+const defaultSeed = "caddy-kv-cache prefix_hash 1"
 
 // PrefixHash is a policy that sends prompts with the same leading part to the
 // same replica, by rendezvous hashing. It decides from the request alone: it
@@ -76,8 +72,8 @@ type PrefixHash struct {
 	fallback    reverseproxy.Selector
 
 	core
-	depths  *depths
-	scratch sync.Pool // *[]home
+	depths  *plan.Depths
+	scratch sync.Pool // *homes
 }
 
 // CaddyModule returns the Caddy module information.
@@ -91,16 +87,16 @@ func (*PrefixHash) CaddyModule() caddy.ModuleInfo {
 // Provision sets up the policy.
 func (p *PrefixHash) Provision(ctx caddy.Context) error {
 	if p.LoadFactor == 0 {
-		p.LoadFactor = defaultLoadFactor
+		p.LoadFactor = plan.DefaultHashRule.LoadFactor
 	}
 	if p.Slack == 0 {
-		p.Slack = defaultSlack
+		p.Slack = int(plan.DefaultHashRule.Slack)
 	}
 	seed := caddy.NewReplacer().ReplaceKnown(p.Seed, "")
 	if seed == "" {
 		seed = defaultSeed
 	}
-	p.depths = newDepths(p.Prefix)
+	p.depths = plan.NewDepths(p.Prefix)
 	var err error
 	if p.fallback, err = loadFallback(ctx, p, &p.FallbackRaw); err != nil {
 		return err
@@ -131,12 +127,15 @@ func (p *PrefixHash) Validate() error {
 // Cleanup lets go of the replicas.
 func (p *PrefixHash) Cleanup() error { return p.core.cleanup() }
 
-// home is one replica that a prompt could live at.
-type home struct {
+// homes are the replicas that a prompt could live at.
+type homes struct {
+	at   []place
+	rule []plan.Home // of the same, what the choice needs to know
+}
+
+type place struct {
 	upstream *reverseproxy.Upstream
 	replica  *fleet.Replica
-	order    uint64  // the highest is the prompt's home
-	load     float64 // prompt tokens outstanding
 }
 
 // Select returns the upstream for the request, or nil if none is available.
@@ -153,22 +152,22 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 	if d.reason != "" && value == "" {
 		return p.fallBack(p.fallback, d, pool, r, w, start)
 	}
-	homes, _ := p.scratch.Get().(*[]home)
-	if homes == nil {
-		homes = new([]home)
+	candidates, _ := p.scratch.Get().(*homes)
+	if candidates == nil {
+		candidates = new(homes)
 	}
-	defer p.scratch.Put(homes)
+	defer p.scratch.Put(candidates)
 	tokens := p.tokens(&d.prompt) + p.extraTokens(&d.prompt)
 	key := xxhash.Sum64String(value)
 	if value == "" {
-		key = p.depths.key(&d.prompt, tokens, len(pool), start)
+		key = p.depths.Key(&d.prompt, tokens, len(pool), start)
 	}
-	p.gather(homes, d, key, pool, start)
-	if len(*homes) == 0 {
+	p.gather(candidates, d, key, pool, start)
+	if len(candidates.at) == 0 {
 		p.none(start)
 		return nil
 	}
-	h, reason := p.choose(*homes)
+	h, reason := p.choose(candidates)
 	p.send(d, &attempt{
 		replica: h.replica,
 		reason:  reason,
@@ -186,10 +185,10 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 }
 
 // gather lists the replicas that may serve the request, as strictly as leaves any.
-func (p *PrefixHash) gather(homes *[]home, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
+func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
 	const eligible, untried, any = 2, 1, 0
 	for strict := eligible; strict >= any; strict-- {
-		*homes = (*homes)[:0]
+		h.at, h.rule = h.at[:0], h.rule[:0]
 		for i, u := range pool {
 			if !u.Available() {
 				continue
@@ -198,39 +197,25 @@ func (p *PrefixHash) gather(homes *[]home, d *decision, key uint64, pool reverse
 			if strict >= untried && d.tried(replica) || strict >= eligible && replica.Avoided(now) != fleet.Eligible {
 				continue
 			}
-			*homes = append(*homes, home{u, replica, plan.Rendezvous(key, replica.ID), replica.Outstanding()})
+			h.at = append(h.at, place{u, replica})
+			h.rule = append(h.rule, plan.Home{Order: plan.Rendezvous(key, replica.ID), Load: replica.Outstanding()})
 		}
-		if len(*homes) > 0 {
+		if len(h.at) > 0 {
 			return
 		}
 	}
 }
 
 // choose takes the first home in the prompt's order that is not over its bound.
-// Some home never is, since not all can be above the mean.
-func (p *PrefixHash) choose(homes []home) (home, Reason) {
-	if len(homes) == 1 {
-		return homes[0], ReasonOnly
+func (p *PrefixHash) choose(h *homes) (place, Reason) {
+	best, first := plan.HashRule{LoadFactor: p.LoadFactor, Slack: float64(p.Slack)}.Choose(h.rule)
+	switch {
+	case len(h.at) == 1:
+		return h.at[best], ReasonOnly
+	case best == first:
+		return h.at[best], ReasonHome
 	}
-	mean := 0.0
-	for _, h := range homes {
-		mean += h.load
-	}
-	mean /= float64(len(homes))
-	bound := max(p.LoadFactor*mean, mean+float64(p.Slack))
-	first, best := 0, -1
-	for i, h := range homes {
-		if h.order > homes[first].order {
-			first = i
-		}
-		if h.load <= bound && (best < 0 || h.order > homes[best].order) {
-			best = i
-		}
-	}
-	if best == first {
-		return homes[best], ReasonHome
-	}
-	return homes[best], ReasonOverflow
+	return h.at[best], ReasonOverflow
 }
 
 // Interface guards

@@ -142,37 +142,6 @@ func TestOverflowIsStable(t *testing.T) {
 	idle(t, p.fleet)
 }
 
-// Some home is always within its bound, whatever the loads are.
-func TestSomeHomeIsFree(t *testing.T) {
-	rng := rand.New(rand.NewPCG(5, 6))
-	for range 20_000 {
-		p := &PrefixHash{LoadFactor: 1 + rng.Float64(), Slack: rng.IntN(3)}
-		homes := make([]home, 2+rng.IntN(8))
-		pool := poolOf(len(homes))
-		for i := range homes {
-			homes[i] = home{upstream: pool[i], order: rng.Uint64(), load: float64(rng.IntN(4)) * rng.ExpFloat64()}
-			if rng.IntN(4) == 0 {
-				homes[i].load = 0.1 // equal loads, whose mean may round below them
-			}
-		}
-		if rng.IntN(5) == 0 {
-			for i := range homes {
-				homes[i].load = 0.1
-			}
-		}
-		h, reason := p.choose(homes)
-		top := slices.MaxFunc(homes, func(a, b home) int {
-			if a.order < b.order {
-				return -1
-			}
-			return 1
-		})
-		if (h.upstream == top.upstream) != (reason == ReasonHome) {
-			t.Fatalf("chose %+v for %s among %+v", h, reason, homes)
-		}
-	}
-}
-
 // The header makes the key, whatever the body is.
 func TestHeaderKey(t *testing.T) {
 	p := loadHash(t, `{"header": "X-Tenant"}`)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package selection
+package plan
 
 import (
 	"math/rand/v2"
@@ -24,12 +24,12 @@ func branch(id uint64, blocks, shared int) *prompt.Prompt {
 
 // play gives each of the prompts in turn, a second apart, and returns the last
 // key of each.
-func play(d *depths, now *time.Time, rounds, replicas int, prompts ...*prompt.Prompt) []uint64 {
+func play(d *Depths, now *time.Time, rounds, replicas int, prompts ...*prompt.Prompt) []uint64 {
 	keys := make([]uint64, len(prompts))
 	for range rounds {
 		for i, p := range prompts {
 			*now = now.Add(time.Second)
-			keys[i] = d.key(p, 1000, replicas, *now)
+			keys[i] = d.Key(p, 1000, replicas, *now)
 		}
 	}
 	return keys
@@ -42,8 +42,8 @@ func TestSharedPrefixIsSplit(t *testing.T) {
 	for id := range uint64(40) {
 		chats = append(chats, branch(id+1, 64, 16))
 	}
-	d := newDepths(0)
-	first := d.key(chats[0], 1000, 4, now)
+	d := NewDepths(0)
+	first := d.Key(chats[0], 1000, 4, now)
 	if first != chats[0].Chain[shallowest-1] {
 		t.Errorf("the first key is not of the shallowest depth")
 	}
@@ -69,7 +69,7 @@ func TestColdPrefixesStayWhole(t *testing.T) {
 		p := branch(id+1, 64, 0)
 		prompts = append(prompts, p)
 	}
-	for i, k := range play(newDepths(0), &now, 5, 4, prompts...) {
+	for i, k := range play(NewDepths(0), &now, 5, 4, prompts...) {
 		if k != prompts[i].Chain[shallowest-1] {
 			t.Errorf("prompt %d was split", i)
 		}
@@ -80,7 +80,7 @@ func TestColdPrefixesStayWhole(t *testing.T) {
 // stays as it is between them.
 func TestSplitHasHysteresis(t *testing.T) {
 	now := time.Unix(1e9, 0)
-	d := newDepths(0)
+	d := NewDepths(0)
 	hot := branch(1, 64, 0)
 	var others []*prompt.Prompt
 	for id := range uint64(1000) {
@@ -93,9 +93,9 @@ func TestSplitHasHysteresis(t *testing.T) {
 		for range 4000 {
 			now = now.Add(250 * time.Millisecond)
 			if rng.Float64() < share {
-				key = d.key(hot, 1000, 4, now)
+				key = d.Key(hot, 1000, 4, now)
 			} else {
-				d.key(others[rng.IntN(len(others))], 1000, 4, now)
+				d.Key(others[rng.IntN(len(others))], 1000, 4, now)
 			}
 		}
 		return key != hot.Chain[shallowest-1]
@@ -117,7 +117,7 @@ func TestSplitHasHysteresis(t *testing.T) {
 // one chat meet.
 func TestLastRungIsTheFirstTurn(t *testing.T) {
 	now := time.Unix(1e9, 0)
-	d := newDepths(0)
+	d := NewDepths(0)
 	var chats []*prompt.Prompt
 	for id := range uint64(20) {
 		chats = append(chats, branch(id+1, 16, 16)) // they differ within the last block
@@ -128,7 +128,7 @@ func TestLastRungIsTheFirstTurn(t *testing.T) {
 		}
 		grown := branch(uint64(i+1), 64, 16)
 		grown.Turn, grown.TurnKey = chats[i].Turn, chats[i].TurnKey
-		if d.key(grown, 1000, 4, now) != k {
+		if d.Key(grown, 1000, 4, now) != k {
 			t.Errorf("chat %d moved when it grew", i)
 		}
 	}
@@ -136,17 +136,17 @@ func TestLastRungIsTheFirstTurn(t *testing.T) {
 
 func TestFixedPrefix(t *testing.T) {
 	now := time.Unix(1e9, 0)
-	d := newDepths(2 * prompt.BlockSize)
+	d := NewDepths(2 * prompt.BlockSize)
 	a, b := branch(1, 10, 2), branch(2, 10, 2)
 	for range 100 {
-		if d.key(a, 1e6, 4, now) != a.Chain[1] || d.key(b, 1, 4, now) != a.Chain[1] {
+		if d.Key(a, 1e6, 4, now) != a.Chain[1] || d.Key(b, 1, 4, now) != a.Chain[1] {
 			t.Fatal("the key is not the first two blocks")
 		}
 	}
-	if short := branch(3, 1, 0); d.key(short, 1, 4, now) != short.TurnKey {
+	if short := branch(3, 1, 0); d.Key(short, 1, 4, now) != short.TurnKey {
 		t.Error("a short prompt's key is not its whole text")
 	}
-	if tiny := newDepths(1); tiny.fixed != 1 {
+	if tiny := NewDepths(1); tiny.fixed != 1 {
 		t.Errorf("a prefix of one byte is %d blocks", tiny.fixed)
 	}
 }
@@ -155,22 +155,22 @@ func TestFixedPrefix(t *testing.T) {
 // however long the process runs.
 func TestLoadDecaysForever(t *testing.T) {
 	now := time.Unix(1e9, 0)
-	d := newDepths(0)
+	d := NewDepths(0)
 	hot, cold := branch(1, 64, 0), branch(2, 64, 0)
 	for day := range 400 {
 		now = now.Add(24 * time.Hour)
 		for range 200 {
 			now = now.Add(time.Second)
-			d.key(hot, 1000, 4, now)
+			d.Key(hot, 1000, 4, now)
 			if d.tokens <= 0 || d.scale <= 0 || d.scale > 1e120 || d.tokens > 1e6 {
 				t.Fatalf("day %d: %v tokens at scale %v", day, d.tokens, d.scale)
 			}
 		}
-		if k := d.key(hot, 1000, 4, now); k == hot.Chain[shallowest-1] {
+		if k := d.Key(hot, 1000, 4, now); k == hot.Chain[shallowest-1] {
 			t.Fatalf("day %d: all the load is one key, and it is whole", day)
 		}
 	}
-	if d.key(cold, 1, 4, now) != cold.Chain[shallowest-1] {
+	if d.Key(cold, 1, 4, now) != cold.Chain[shallowest-1] {
 		t.Error("a new key is split")
 	}
 }
@@ -178,9 +178,9 @@ func TestLoadDecaysForever(t *testing.T) {
 // The number of keys followed is bounded.
 func TestKeysAreBounded(t *testing.T) {
 	now := time.Unix(1e9, 0)
-	d := newDepths(0)
+	d := NewDepths(0)
 	for id := range uint64(3 * maxKeys) {
-		d.key(branch(id+1, 8, 0), 10, 4, now)
+		d.Key(branch(id+1, 8, 0), 10, 4, now)
 	}
 	if n := d.keys.Len(); n > maxKeys {
 		t.Errorf("%d keys are followed, at most %d should be", n, maxKeys)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package selection
+package plan
 
 import (
 	"math"
@@ -29,11 +29,11 @@ const (
 	maxKeys = 8192
 )
 
-// depths finds how deep into a prompt its key must reach. The rungs of the
+// Depths finds how deep into a prompt its key must reach. The rungs of the
 // ladder are 1 KiB, 2 KiB, 4 KiB … of text, and at last the end of the first
 // user turn, which is the same for all turns of a chat and differs between
-// chats.
-type depths struct {
+// chats. It is safe for concurrent use.
+type Depths struct {
 	fixed int // blocks, 0: adaptive
 
 	mu       sync.Mutex
@@ -49,9 +49,9 @@ type keyLoad struct {
 	split  bool
 }
 
-// newDepths returns the depth of a fixed prefix of so many bytes, or an
+// NewDepths returns the depth of a fixed prefix of so many bytes, or an
 // adaptive one if that is 0.
-func newDepths(prefix int64) *depths {
+func NewDepths(prefix int64) *Depths {
 	keys, err := lru.NewLRU[uint64, *keyLoad](maxKeys, nil)
 	if err != nil { // only for a size below one
 		panic(err)
@@ -60,11 +60,11 @@ func newDepths(prefix int64) *depths {
 	if prefix > 0 {
 		fixed = int(max(1, prefix/prompt.BlockSize))
 	}
-	return &depths{fixed: fixed, keys: keys, scale: 1}
+	return &Depths{fixed: fixed, keys: keys, scale: 1}
 }
 
-// key returns the key of a prompt of so many tokens on a fleet of so many replicas.
-func (d *depths) key(p *prompt.Prompt, tokens float64, replicas int, now time.Time) uint64 {
+// Key returns the key of a prompt of so many tokens on a fleet of so many replicas.
+func (d *Depths) Key(p *prompt.Prompt, tokens float64, replicas int, now time.Time) uint64 {
 	if d.fixed > 0 {
 		if len(p.Chain) >= d.fixed {
 			return p.Chain[d.fixed-1]
@@ -87,7 +87,7 @@ func (d *depths) key(p *prompt.Prompt, tokens float64, replicas int, now time.Ti
 }
 
 // count books a request in the total.
-func (d *depths) count(tokens float64, now time.Time) {
+func (d *Depths) count(tokens float64, now time.Time) {
 	if dt := now.Sub(d.decayed); dt > 0 {
 		// Scaling new load up is the same as scaling all old load down.
 		grow := math.Exp2(min(dt.Seconds()/depthHalfLife.Seconds(), 64))
@@ -103,7 +103,7 @@ func (d *depths) count(tokens float64, now time.Time) {
 	d.requests++
 }
 
-func (d *depths) rescale() {
+func (d *Depths) rescale() {
 	for _, k := range d.keys.Values() {
 		k.tokens /= d.scale
 	}
@@ -111,7 +111,7 @@ func (d *depths) rescale() {
 }
 
 // draws books a request at a key and tells whether the key is split.
-func (d *depths) draws(key uint64, tokens float64, replicas int) bool {
+func (d *Depths) draws(key uint64, tokens float64, replicas int) bool {
 	k, ok := d.keys.Get(key)
 	if !ok {
 		k = new(keyLoad)
