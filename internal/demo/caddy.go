@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package demo
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	// The Caddyfile adapter, the proxy and the policies.
+	_ "github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
+	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+
+	_ "github.com/seed-2fa47a1e/caddy-kv-cache/selection"
+)
+
+// Header fields by which the demo learns of a decision, and one that policies
+// which pin by a header can be told of.
+const (
+	headerReplica = "X-Replica"
+	headerReason  = "X-Reason"
+	headerSession = "X-Session-ID"
+)
+
+// shortestPoll is what kv_cache_aware allows.
+const shortestPoll = 50 * time.Millisecond
+
+// caddyfile is the configuration in which the policy has the replicas.
+// Connections to them are closed before the 5 s after which vLLM, and the
+// simulated replica, does so itself.
+func (d *Demo) caddyfile(p Policy) string {
+	host, port, _ := net.SplitHostPort(d.listen)
+	bind := ""
+	if host != "" {
+		bind = "bind " + host
+	}
+	return fmt.Sprintf(`{
+	admin %s
+	persist_config off
+	auto_https off
+	grace_period 300ms
+	log {
+		level ERROR
+	}
+}
+http://:%s {
+	%s
+	reverse_proxy %s {
+		lb_policy %s%s
+		transport http {
+			keepalive 4s
+			keepalive_idle_conns_per_host 1024
+		}
+		header_down %s {http.reverse_proxy.upstream.hostport}
+		header_down %s {http.reverse_proxy.kv_cache.reason}
+	}
+}
+`, d.admin, port, bind, list(d.addrs), p.Name, d.block(p), headerReplica, headerReason)
+}
+
+// block is the policy's block, with the polls as often as the speed asks for.
+func (d *Demo) block(p Policy) string {
+	text := p.Options
+	if p.polls() && !strings.Contains(text, "metrics_") {
+		interval := max(shortestPoll, time.Duration(float64(d.config.Scrape)/d.config.Speed))
+		text += fmt.Sprintf("\nmetrics_interval %v", interval)
+	}
+	if text == "" {
+		return ""
+	}
+	return " {\n" + text + "\n}"
+}
+
+// serve runs Caddy with a configuration in place of the one before.
+func serve(caddyfile string) error {
+	adapter := caddyconfig.GetAdapter("caddyfile")
+	config, _, err := adapter.Adapt([]byte(caddyfile), map[string]any{"filename": "demo"})
+	if err != nil {
+		return err
+	}
+	return caddy.Load(config, true)
+}
+
+// stopServing ends Caddy, its admin API too, which caddy.Stop leaves running.
+func stopServing() error {
+	config, err := json.Marshal(&caddy.Config{
+		Admin:   &caddy.AdminConfig{Disabled: true, Config: &caddy.ConfigSettings{Persist: new(bool)}},
+		Logging: &caddy.Logging{Logs: map[string]*caddy.CustomLog{"default": {BaseLog: caddy.BaseLog{Level: "ERROR"}}}},
+	})
+	if err != nil {
+		return err
+	}
+	return errors.Join(caddy.Load(config, true), caddy.Stop())
+}
+
+// freeAddress finds out that an address can be listened on, and which port a
+// port of 0 becomes. An empty one is the default, or any port if that is taken.
+func freeAddress(addr string) (string, error) {
+	wanted := addr
+	if wanted == "" {
+		wanted = DefaultListen
+	}
+	l, err := net.Listen("tcp", wanted)
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE) && addr == "":
+		return freeAddress("127.0.0.1:0")
+	case errors.Is(err, syscall.EADDRINUSE):
+		return "", fmt.Errorf("%s is in use; choose another address to listen on", addr)
+	case err != nil:
+		return "", fmt.Errorf("cannot listen on %s: %w", wanted, err)
+	}
+	defer l.Close()
+	return l.Addr().String(), nil
+}

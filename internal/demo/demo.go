@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package demo plays a workload through a real Caddy, in this process, under
+// one load-balancing policy after the other, against simulated replicas or real
+// servers. It is the demo for a newcomer and the benchmark for everyone else.
+package demo
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/load"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/trace"
+)
+
+// Defaults of [Config]. The built-in workload is made for them: it asks for
+// somewhat more prefill than a fleet that finds nothing in its caches has, and
+// for more KV cache than one replica has.
+const (
+	DefaultReplicas    = 4
+	DefaultBlocks      = 4096
+	DefaultBlockTokens = enginesim.DefaultBlockTokens
+	DefaultPrefillRate = enginesim.DefaultPrefillRate
+	DefaultSpeed       = 10
+	DefaultScrape      = time.Second
+	DefaultListen      = "127.0.0.1:8080"
+)
+
+// Config describes a demo. The zero value of a field stands for its default.
+type Config struct {
+	// Replicas is the number of simulated replicas. Default 4.
+	Replicas int
+	// Blocks is the size of each replica's KV cache in blocks. Default 4096.
+	Blocks int
+	// BlockTokens is the number of tokens in a block. Default 16.
+	BlockTokens int
+	// PrefillRate is the number of prompt tokens that a replica computes in a
+	// second of its own time. Default 10000.
+	PrefillRate float64
+	// Speed is how many seconds of the replicas pass in a real one. Arrivals keep
+	// pace, and results are in seconds of the replicas. Default 10; with real
+	// servers always 1.
+	Speed float64
+
+	// Upstreams are real servers, host:port, in place of simulated replicas.
+	Upstreams []string
+	// Model is the name of the model. Default "sim"; of real servers the first
+	// model that they list.
+	Model string
+
+	// Trace is a recorded trace to play, a file or a directory that
+	// [trace.Open] reads. Empty is the built-in workload.
+	Trace string
+	// Rate multiplies the rate at which requests, or sessions, arrive. The time
+	// from an answer to the session's next request stays. Default 1.
+	Rate float64
+	// Sessions keeps so many sessions going instead of starting them at their
+	// time. 0 starts them at their time.
+	Sessions int
+	// Limit is the number of requests to play, in whole sessions where there are
+	// sessions. 0 is all.
+	Limit int
+	// Seed chooses everything that is random in the built-in workload.
+	Seed uint64
+
+	// Scrape is the time between two polls of a replica, in seconds of the
+	// replicas. Default 1s. No replica is polled more often than each 50 ms of
+	// real time.
+	Scrape time.Duration
+	// Listen is the address that takes requests. Default 127.0.0.1:8080, or any
+	// free port if that one is taken.
+	Listen string
+}
+
+func (c Config) withDefaults() Config {
+	if c.Replicas == 0 {
+		c.Replicas = DefaultReplicas
+	}
+	if c.Blocks == 0 {
+		c.Blocks = DefaultBlocks
+	}
+	if c.BlockTokens == 0 {
+		c.BlockTokens = DefaultBlockTokens
+	}
+	if c.PrefillRate == 0 {
+		c.PrefillRate = DefaultPrefillRate
+	}
+	if c.Speed == 0 {
+		c.Speed = DefaultSpeed
+	}
+	if c.Rate == 0 {
+		c.Rate = 1
+	}
+	if c.Scrape == 0 {
+		c.Scrape = DefaultScrape
+	}
+	if len(c.Upstreams) > 0 {
+		c.Speed = 1
+	} else if c.Model == "" {
+		c.Model = enginesim.DefaultModel
+	}
+	return c
+}
+
+func (c Config) check() error {
+	switch {
+	case c.Replicas < 1:
+		return fmt.Errorf("replicas is %d, but must be at least 1", c.Replicas)
+	case c.Blocks < 2:
+		return fmt.Errorf("blocks is %d, but must be at least 2", c.Blocks)
+	case c.BlockTokens < 1:
+		return fmt.Errorf("block tokens is %d, but must be at least 1", c.BlockTokens)
+	case !(c.PrefillRate > 0):
+		return fmt.Errorf("prefill rate is %v, but must be positive", c.PrefillRate)
+	case !(c.Speed > 0):
+		return fmt.Errorf("speed is %v, but must be positive", c.Speed)
+	case !(c.Rate > 0):
+		return fmt.Errorf("rate is %v, but must be positive", c.Rate)
+	case c.Sessions < 0:
+		return fmt.Errorf("sessions is %d, but can't be negative", c.Sessions)
+	case c.Limit < 0:
+		return fmt.Errorf("limit is %d, but can't be negative", c.Limit)
+	case c.Scrape < 0:
+		return fmt.Errorf("scrape is %v, but must be positive", c.Scrape)
+	}
+	return nil
+}
+
+// Demo is a fleet with a Caddy in front. Caddy's configuration is one per
+// process, so there can be one Demo at a time.
+type Demo struct {
+	config   Config
+	workload workload
+	listen   string
+	admin    string
+	fleet    enginesim.Fleet // nil with real servers
+	addrs    []string
+	fresh    bool // no policy has used the replicas yet
+}
+
+// Outcome is what came of a policy.
+type Outcome struct {
+	// Policy is the policy's name, with its arguments.
+	Policy string `json:"policy"`
+	// Options is the text of the policy's block in the Caddyfile.
+	Options string `json:"options,omitempty"`
+	// WallSeconds is how long the run took.
+	WallSeconds float64 `json:"wall_seconds"`
+	// Speed is how many of the result's seconds passed in a real one.
+	Speed float64 `json:"speed"`
+	load.Result
+}
+
+// Start checks a configuration, reads the trace, and starts the replicas or asks
+// the real servers for their model. The caller closes the demo.
+func Start(ctx context.Context, config Config) (*Demo, error) {
+	config = config.withDefaults()
+	if err := config.check(); err != nil {
+		return nil, err
+	}
+	d := &Demo{config: config, fresh: true}
+	var err error
+	if d.workload, err = openWorkload(config); err != nil {
+		return nil, err
+	}
+	if d.listen, err = freeAddress(config.Listen); err != nil {
+		return nil, err
+	}
+	if d.admin, err = freeAddress("127.0.0.1:0"); err != nil {
+		return nil, err
+	}
+	if len(config.Upstreams) > 0 {
+		return d, d.useServers(ctx)
+	}
+	return d, d.startFleet()
+}
+
+func (d *Demo) startFleet() error {
+	fleet, err := enginesim.StartFleet(d.config.Replicas, enginesim.ServerConfig{
+		Config: enginesim.Config{
+			Blocks:      d.config.Blocks,
+			BlockTokens: d.config.BlockTokens,
+			PrefillRate: d.config.PrefillRate,
+		},
+		Model: d.config.Model,
+		Speed: d.config.Speed,
+	})
+	if err != nil {
+		return fmt.Errorf("starting the simulated replicas: %w", err)
+	}
+	d.fleet, d.addrs = fleet, fleet.Addrs()
+	return nil
+}
+
+func (d *Demo) useServers(ctx context.Context) error {
+	d.addrs = d.config.Upstreams
+	for _, addr := range d.addrs {
+		model, err := modelOf(ctx, addr)
+		if err != nil {
+			return fmt.Errorf("upstream %s: %w", addr, err)
+		}
+		if d.config.Model == "" {
+			d.config.Model = model
+		}
+	}
+	return nil
+}
+
+// URL is where requests are taken, without a trailing slash.
+func (d *Demo) URL() string { return "http://" + d.listen }
+
+// AdminURL is where Caddy's admin API is, with /metrics in it.
+func (d *Demo) AdminURL() string { return "http://" + d.admin }
+
+// Model is the model to ask for.
+func (d *Demo) Model() string { return d.config.Model }
+
+// Replicas are the addresses of the replicas.
+func (d *Demo) Replicas() []string { return d.addrs }
+
+// Speed is how many seconds of the replicas pass in a real one.
+func (d *Demo) Speed() float64 { return d.config.Speed }
+
+// Simulated tells whether the replicas are simulated.
+func (d *Demo) Simulated() bool { return d.fleet != nil }
+
+// Requests is the number of requests that are played for each policy.
+func (d *Demo) Requests() int { return d.workload.requests }
+
+// CacheTokens is the number of tokens that a simulated replica's KV cache holds.
+func (d *Demo) CacheTokens() int {
+	return enginesim.Config{Blocks: d.config.Blocks, BlockTokens: d.config.BlockTokens}.CapacityTokens()
+}
+
+// OneCacheHitRate is the hit rate of the workload in a single cache as large as
+// all simulated replicas' together; see [trace.OneCacheHitRate].
+func (d *Demo) OneCacheHitRate() (float64, error) {
+	return trace.OneCacheHitRate(d.workload.all(), len(d.addrs)*d.CacheTokens(), d.config.BlockTokens)
+}
+
+// Play puts a policy in charge and plays the workload from its start, with cold
+// replicas: simulated ones are restarted, and for real servers every prompt of
+// the run begins with a few characters that no run before had. progress, which
+// may be nil, is told how many of how many requests are done.
+//
+// Caddy keeps serving with the policy after Play. When ctx ends, the outcome is
+// that of the requests that were done.
+func (d *Demo) Play(ctx context.Context, policy Policy, progress func(done, total int)) (Outcome, error) {
+	o := Outcome{Policy: policy.Name, Options: policy.Options, Speed: d.config.Speed}
+	if err := d.chill(); err != nil {
+		return o, err
+	}
+	if err := serve(d.caddyfile(policy)); err != nil {
+		return o, fmt.Errorf("policy %s: %w", policy.Name, err)
+	}
+	options := d.loadOptions(progress)
+	if d.fleet == nil {
+		salted := newSalted()
+		defer salted.next.CloseIdleConnections()
+		options.Transport = salted
+	}
+	begin := time.Now()
+	result, err := d.workload.play(ctx, options)
+	o.WallSeconds, o.Result = time.Since(begin).Seconds(), result
+	return o, err
+}
+
+// chill makes the simulated replicas forget what a policy before left in them.
+func (d *Demo) chill() error {
+	if d.fresh {
+		d.fresh = false
+		return nil
+	}
+	for _, s := range d.fleet {
+		if err := s.Restart(); err != nil {
+			return fmt.Errorf("restarting a simulated replica: %w", err)
+		}
+	}
+	return nil
+}
+
+func (d *Demo) loadOptions(progress func(done, total int)) load.Options {
+	return load.Options{
+		BaseURL:        d.URL(),
+		Model:          d.config.Model,
+		Speed:          d.config.Speed,
+		ActiveSessions: d.config.Sessions,
+		ReplicaHeader:  headerReplica,
+		ReasonHeader:   headerReason,
+		SessionHeader:  headerSession,
+		Replicas:       len(d.addrs),
+		Total:          d.workload.requests,
+		Progress:       progress,
+	}
+}
+
+// Close stops Caddy and the simulated replicas.
+func (d *Demo) Close() error {
+	err := stopServing()
+	d.fleet.Close()
+	return err
+}
+
+// Interrupted tells whether an error of Play is only that its context ended.
+func Interrupted(err error) bool { return errors.Is(err, context.Canceled) }
+
+// list joins addresses for the Caddyfile.
+func list(addrs []string) string { return strings.Join(addrs, " ") }
