@@ -13,6 +13,7 @@ import (
 
 	"go.uber.org/zap"
 
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
 
@@ -42,6 +43,11 @@ type Config struct {
 	// Capacity is the KV cache assumed of a replica whose engine does not tell
 	// its own, in tokens. Default: 500,000.
 	Capacity int
+	// Events says how the replicas' KV events are followed; nil for not at all.
+	Events *Events
+	// API is the way to the engines' front ends. Without it neither tokens nor
+	// lists of models are asked for.
+	API *API
 	// Changed, if not nil, is called after each scrape was taken in.
 	Changed func(now time.Time)
 	// Logger may be nil.
@@ -64,6 +70,10 @@ type Fleet struct {
 	released bool
 	first    time.Time // when the first replica joined by a request, if it was the first of all
 
+	learner  *kvevents.Learner        // nil if no tokens are learned
+	unlisted chan *Replica            // whose lists of models are wanted
+	common   atomic.Pointer[[]string] // models that every member's metrics page names
+
 	ratio atomic.Uint64 // bytes per token, as float bits
 	rate  atomic.Uint64 // mean prefill rate, as float bits
 }
@@ -73,6 +83,7 @@ type member struct {
 	static  bool
 	seen    atomic.Int64 // unix seconds of the last request whose pool named it
 	stop    context.CancelFunc
+	truth   *truth // nil if its events are not followed
 }
 
 // New returns a fleet with the given static members. It opens no connection.
@@ -80,7 +91,10 @@ func (g *Registry) New(cfg Config, addrs []string) *Fleet {
 	if cfg.Logger == nil {
 		cfg.Logger = zap.NewNop()
 	}
-	f := &Fleet{Config: cfg, Registry: g}
+	f := &Fleet{Config: cfg, Registry: g, unlisted: make(chan *Replica, 64)}
+	if cfg.Events != nil && cfg.API != nil {
+		f.learner = kvevents.NewLearner(g.alignment, kvevents.LearnerConfig{Client: cfg.API.Client})
+	}
 	f.ratio.Store(math.Float64bits(DefaultBytesPerToken))
 	f.rate.Store(math.Float64bits(DefaultPrefillRate))
 	members := make(map[string]*member, len(addrs))
@@ -108,7 +122,8 @@ func (f *Fleet) hold(addr string) *Replica {
 	return p
 }
 
-// Start begins to scrape the members, now and later ones.
+// Start begins to scrape the members and to follow their events, now and
+// later ones.
 func (f *Fleet) Start() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -120,6 +135,12 @@ func (f *Fleet) Start() {
 		f.follow(m)
 	}
 	f.pollers.Go(func() { f.sweep(f.ctx) })
+	if f.API != nil {
+		f.pollers.Go(func() { f.readModels(f.ctx) })
+	}
+	if f.learner != nil {
+		f.pollers.Go(func() { _ = f.learner.Run(f.ctx) }) // ends with the context's error
+	}
 }
 
 // Stop ends scraping and lets go of the replicas. Requests may still be chosen
@@ -137,7 +158,8 @@ func (f *Fleet) Stop() {
 	members := *f.members.Load()
 	f.mu.Unlock()
 	f.pollers.Wait()
-	for addr := range members {
+	for addr, m := range members {
+		f.Registry.leave(m.truth)
 		f.Registry.release(addr)
 	}
 }
@@ -185,8 +207,12 @@ func (f *Fleet) join(addr string, now time.Time) *member {
 	return m
 }
 
-// follow starts the poller of one member. The caller holds f.mu.
+// follow starts the poller of one member, and the streams of its events. The
+// caller holds f.mu.
 func (f *Fleet) follow(m *member) {
+	if f.Events != nil {
+		m.truth = f.Registry.listen(m.replica, f.Events, f.Logger.With(zap.String("fleet", f.Name)))
+	}
 	if f.Poll == nil {
 		return
 	}
@@ -207,7 +233,11 @@ func (f *Fleet) follow(m *member) {
 // Observe takes in a scrape of a member.
 func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 	changes := p.Observe(s, now)
+	if t := p.truth.Load(); t != nil && f.Events != nil && s.Snapshot != nil {
+		t.widen(s.Snapshot.Rows, f.Events, f.Logger.With(zap.String("fleet", f.Name)))
+	}
 	f.lend()
+	f.findCommon()
 	if f.Changed != nil {
 		f.Changed(now)
 	}
@@ -305,6 +335,7 @@ func (f *Fleet) dropUnseen(now time.Time) {
 		if m.stop != nil {
 			m.stop()
 		}
+		f.Registry.leave(m.truth)
 		f.Registry.release(addr)
 		f.Logger.Info("replica left", zap.String("fleet", f.Name), zap.String("replica", addr))
 	}

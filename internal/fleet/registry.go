@@ -7,11 +7,13 @@ package fleet
 
 import (
 	"math/rand/v2"
+	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/cespare/xxhash/v2"
 
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/residency"
 )
@@ -27,6 +29,10 @@ type Registry struct {
 	Seed uint64
 
 	replicas *caddy.UsagePool
+
+	alignment *kvevents.Alignment // of texts and tokens, for all replicas
+	truthsMu  sync.Mutex
+	truths    map[string]*truth // by address and publisher
 }
 
 // Process is the registry of this process, shared by all configurations.
@@ -38,6 +44,9 @@ func NewRegistry() *Registry {
 		Index:    residency.New(),
 		Seed:     rand.Uint64(),
 		replicas: caddy.NewUsagePool(),
+
+		alignment: kvevents.NewAlignment(kvevents.AlignmentConfig{TextBlock: prompt.BlockSize}),
+		truths:    make(map[string]*truth),
 	}
 }
 

@@ -44,6 +44,7 @@ type Replica struct {
 
 	registry *Registry
 	gone     atomic.Bool // its slot is not its own any more
+	truth    atomic.Pointer[truth]
 
 	mu sync.Mutex
 	ledger
@@ -51,6 +52,7 @@ type Replica struct {
 	calibrated calibration
 	text       textRatio
 	latest     *metrics.Snapshot // last good scrape, nil before the first
+	roster     roster
 	scrapes    ScrapeStats
 	seq        uint64
 
@@ -116,6 +118,8 @@ type Reservation struct {
 	// Bytes is the length of the prompt text that Prompt was estimated from,
 	// zero if the tokens were given.
 	Bytes float64
+	// Chain is the prompt's text blocks, nil if it has none. It must not be changed.
+	Chain []uint64
 
 	replica *Replica
 	seq     uint64
@@ -435,6 +439,10 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 // restart forgets what a new process on the same address cannot know.
 func (p *Replica) restart(now time.Time) {
 	p.Forget()
+	if t := p.truth.Load(); t != nil {
+		t.restarted(now)
+	}
+	p.roster = roster{}
 	p.baseKnown = false
 	p.calibrated = calibration{}
 	p.hung = false
@@ -555,6 +563,9 @@ func (p *Replica) resize() {
 	tokens := p.assumed.capacity
 	if p.latest != nil && p.latest.CapacityTokens.Known {
 		tokens = p.latest.CapacityTokens.Value
+	}
+	if t := p.truth.Load(); t != nil && p.latest != nil && p.latest.CapacityTokens.Known {
+		t.resize(tokens, p.latest.BlockTokens.Or(defaultBlockTokens))
 	}
 	blocks := max(1, int(tokens*p.assumed.bytesPerToken/prompt.BlockSize))
 	if d := blocks - p.capacity; d > p.capacity/50 || -d > p.capacity/50 {

@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents"
+)
+
+const (
+	// maxRanks is how many publishers of one replica are followed, one for each
+	// data-parallel rank.
+	maxRanks = 64
+	// maxLearned is the longest body whose tokens are asked for, in bytes; a
+	// copy of it is kept until the engine has answered.
+	maxLearned = 1 << 20
+	// restartSeen is how long after a publisher started anew the engine's
+	// metrics may tell of the same restart.
+	restartSeen = time.Minute
+)
+
+// Events says how the KV-cache events of a fleet's replicas are followed.
+type Events struct {
+	// Stream gives the settings for following one data-parallel rank of the
+	// replica at a dial address, or false if it has no publisher.
+	Stream func(addr string, rank int) (kvevents.StreamConfig, bool)
+}
+
+// API is the way to what an engine's front end tells apart from its metrics:
+// the tokens of a prompt, and the models it serves.
+type API struct {
+	// Base gives the URL of the API of the replica at a dial address, without a
+	// path, or false if it can't be asked.
+	Base func(addr string) (url string, ok bool)
+	// Header is sent along, such as Authorization.
+	Header http.Header
+	// Client carries the calls.
+	Client *http.Client
+}
+
+// truth is what the events of one replica say that it holds. Like the replica,
+// it is pooled: a new configuration takes hold of it before the old one lets
+// go, so its streams stay open over a reload and miss nothing.
+type truth struct {
+	replica  *Replica
+	endpoint string
+	index    *kvevents.Index
+
+	ctx     context.Context
+	cancel  context.CancelFunc
+	streams sync.WaitGroup
+	users   int // guarded by Registry.truthsMu
+
+	mu    sync.Mutex // guards changes of ranks
+	ranks atomic.Pointer[[]*rank]
+	bound int // blocks told to the index
+}
+
+// rank follows the publisher of one data-parallel rank.
+type rank struct {
+	truth     *truth
+	stream    *kvevents.Stream
+	replays   bool // missed batches can be asked for
+	connected atomic.Bool
+	origin    atomic.Uint64 // batches applied before the view was last emptied
+	reborn    atomic.Int64  // when the publisher last started anew, in Unix nanoseconds
+}
+
+// listen follows a replica's first rank, or takes hold of the streams that do.
+// It returns nil if the replica has no publisher.
+func (g *Registry) listen(p *Replica, e *Events, log *zap.Logger) *truth {
+	cfg, ok := e.Stream(p.Addr, 0)
+	if !ok {
+		return nil
+	}
+	key := p.Addr + " " + cfg.Endpoint + " " + cfg.Replay
+	g.truthsMu.Lock()
+	defer g.truthsMu.Unlock()
+	t := g.truths[key]
+	if t == nil {
+		t = &truth{replica: p, endpoint: key, index: kvevents.NewIndex(kvevents.ViewConfig{})}
+		t.ctx, t.cancel = context.WithCancel(context.Background())
+		t.ranks.Store(new([]*rank))
+		g.truths[key] = t
+	}
+	t.users++
+	t.widen(1, e, log)
+	p.truth.Store(t)
+	return t
+}
+
+// leave lets go of a truth, whose streams end when nobody holds it any more.
+func (g *Registry) leave(t *truth) {
+	if t == nil {
+		return
+	}
+	g.truthsMu.Lock()
+	t.users--
+	last := t.users == 0
+	if last {
+		delete(g.truths, t.endpoint)
+		t.replica.truth.CompareAndSwap(t, nil)
+	}
+	g.truthsMu.Unlock()
+	if last {
+		t.cancel()
+		t.streams.Wait()
+	}
+}
+
+// widen follows the publishers of as many ranks as the engine has.
+func (t *truth) widen(ranks int, e *Events, log *zap.Logger) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	followed := slices.Clone(*t.ranks.Load())
+	for n := len(followed); n < min(ranks, maxRanks); n++ {
+		cfg, ok := e.Stream(t.replica.Addr, n)
+		if !ok {
+			break
+		}
+		r := &rank{truth: t, replays: cfg.Replay != ""}
+		log := log.With(zap.String("replica", t.replica.Addr), zap.Int("rank", n))
+		cfg.Notify = func(notice kvevents.Notice) { r.notice(notice, log) }
+		stream, err := kvevents.NewStream(cfg, r)
+		if err != nil {
+			log.Error("KV events can't be followed", zap.Error(err))
+			break
+		}
+		r.stream = stream
+		followed = append(followed, r)
+		t.streams.Go(func() { _ = stream.Run(t.ctx) }) // ends with the context's error
+	}
+	if len(followed) > len(*t.ranks.Load()) {
+		t.ranks.Store(&followed)
+	}
+}
+
+// Apply implements kvevents.Sink.
+func (r *rank) Apply(b *kvevents.Batch) {
+	r.truth.index.Apply(b)
+	for i := range b.Events {
+		if b.Events[i].Kind == kvevents.AllBlocksCleared {
+			r.truth.replica.Forget()
+		}
+	}
+}
+
+// Clear implements kvevents.Sink.
+func (r *rank) Clear(rank int) {
+	r.truth.index.Clear(rank)
+	r.origin.Store(r.stream.Stats().Messages)
+}
+
+// notice takes in a change of the stream's state.
+func (r *rank) notice(n kvevents.Notice, log *zap.Logger) {
+	switch n.Transition {
+	case kvevents.Connected:
+		r.connected.Store(true)
+	case kvevents.Disconnected:
+		r.connected.Store(false)
+	case kvevents.Restarted:
+		r.reborn.Store(time.Now().UnixNano())
+		r.truth.replica.Forget()
+	case kvevents.Silent:
+		return // so is every idle engine
+	}
+	log.Info("KV events", zap.String("transition", string(n.Transition)),
+		zap.Uint64("missing", n.Missing), zap.Error(n.Err))
+}
+
+// restarted drops what is known, because the engine's metrics tell that its
+// process is new, unless the stream was quicker to notice.
+func (t *truth) restarted(now time.Time) {
+	for _, r := range *t.ranks.Load() {
+		if reborn := time.Unix(0, r.reborn.Load()); now.Sub(reborn) < restartSeen {
+			return
+		}
+	}
+	t.index.ClearAll()
+}
+
+// resize bounds the views by what the engine can hold; memory below it may
+// hold a few times that.
+func (t *truth) resize(tokens, blockTokens float64) {
+	const tiers = 4
+	if blocks := int(tiers * tokens / max(1, blockTokens)); blocks > 0 && blocks != t.bound {
+		t.bound = blocks
+		t.index.SetConfig(kvevents.ViewConfig{Blocks: blocks})
+	}
+}
+
+// state tells how far the truth reaches. Current: every stream is up, so that
+// what is said to be held is held. Whole: everything since the engine's start
+// was heard, so that what is not said to be held is not. Block is the size of
+// its blocks in tokens, 0 if it holds none.
+func (t *truth) state() (current, whole bool, block int) {
+	ranks := *t.ranks.Load()
+	current, whole = len(ranks) > 0, true
+	for _, r := range ranks {
+		if !r.connected.Load() {
+			return false, false, 0
+		}
+		s := r.stream.Stats()
+		heard := s.Messages - r.origin.Load()
+		// An engine numbers its batches from 0.
+		whole = whole && s.Next == heard && (heard > 0 || r.replays && s.Replays > s.ReplayErrors)
+	}
+	for _, n := range t.index.Ranks() {
+		block = max(block, t.index.View(n).BlockSize())
+	}
+	return current, whole, block
+}
+
+// Prefix is the beginning of one prompt, to be looked up among what the
+// replicas hold by their own account. It is made by Fleet.Prefix, and not safe
+// for concurrent use.
+type Prefix struct {
+	fleet    *Fleet
+	chain    []uint64
+	perBlock float64
+	aligned  []aligned // what was looked up already, by token block
+}
+
+type aligned struct {
+	block int
+	kvevents.Aligned
+	ok bool
+}
+
+// Prefix makes x the beginning of the prompt with a chain of text blocks, each
+// of perBlock tokens. It returns nil if no events are followed.
+func (f *Fleet) Prefix(x *Prefix, chain []uint64, perBlock float64) *Prefix {
+	if f.Events == nil {
+		return nil
+	}
+	*x = Prefix{fleet: f, chain: chain, perBlock: perBlock, aligned: x.aligned[:0]}
+	return x
+}
+
+// Held corrects how many of the prompt's tokens a replica is believed to hold
+// by what its engine has told. Where the engine told nothing of this prompt,
+// or the tokens of the prompt are not known, the belief stands. It also stands
+// for requests that the engine has not started on: their blocks will be there.
+func (x *Prefix) Held(p *Replica, believed float64) float64 {
+	t := p.truth.Load()
+	if t == nil {
+		return believed
+	}
+	current, whole, block := t.state()
+	if !current {
+		return believed
+	}
+	sure := 0.0
+	if block > 0 {
+		a, ok := x.align(block)
+		if !ok || a.Tokens == 0 {
+			return believed
+		}
+		m, _ := t.index.LongestKeys(a.Keys, block)
+		sure = m.Credit()
+		if m.Tokens >= a.Tokens { // what follows is not known by its tokens
+			return sure + max(0, believed-float64(a.Tokens))
+		}
+	}
+	if believed <= sure {
+		return sure
+	}
+	if !whole {
+		return believed
+	}
+	return max(sure, min(believed, float64(p.expects(x.chain))*x.perBlock))
+}
+
+func (x *Prefix) align(block int) (kvevents.Aligned, bool) {
+	for i := range x.aligned {
+		if x.aligned[i].block == block {
+			return x.aligned[i].Aligned, x.aligned[i].ok
+		}
+	}
+	a, ok := x.fleet.Registry.alignment.Lookup(x.chain, block)
+	x.aligned = append(x.aligned, aligned{block, a, ok})
+	return a, ok
+}
+
+// maxExpected is how many of the latest requests are looked at for blocks that
+// an engine has yet to compute.
+const maxExpected = 64
+
+// expects is how many leading blocks of a chain the replica will hold by
+// requests that were sent to it and have no first token yet.
+func (p *Replica) expects(chain []uint64) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	most := 0
+	for _, r := range p.waiting[max(p.head, len(p.waiting)-maxExpected):] {
+		most = max(most, shared(chain, r.Chain))
+	}
+	return most
+}
+
+// shared is how many leading blocks two chains have in common. Equal hashes
+// mean equal blocks before them, so it is found by halving.
+func shared(a, b []uint64) int {
+	low, high := 0, min(len(a), len(b))
+	for low < high {
+		if mid := int(uint(low+high+1) >> 1); a[mid-1] == b[mid-1] {
+			low = mid
+		} else {
+			high = mid - 1
+		}
+	}
+	return low
+}
+
+// Sent is a prompt that a replica has answered, for Learn.
+type Sent struct {
+	// Replica is where it was sent, and Path the request's path there.
+	Replica *Replica
+	Path    string
+	// Model is the model's or adapter's name in the request.
+	Model string
+	// Chain and Bytes are the prompt's text blocks and the length of its text.
+	Chain []uint64
+	Bytes int
+}
+
+// Learns tells whether the tokens of a prompt are wanted: events are followed
+// and most of the prompt is new. A body of size bytes would have to be copied.
+func (f *Fleet) Learns(s *Sent, size int) bool {
+	if f.learner == nil || size == 0 || size > maxLearned || len(s.Chain) == 0 {
+		return false
+	}
+	return f.Registry.alignment.Known(s.Chain)*4 < len(s.Chain)*3
+}
+
+// Learn has a prompt's tokens asked for at the replica that got it, so that
+// what engines say of tokens can be told of texts. The body becomes the
+// fleet's. It blocks for no I/O, but reads the body, so it is for after the
+// request.
+func (f *Fleet) Learn(s Sent, body []byte) {
+	base, ok := f.API.Base(s.Replica.Addr)
+	if !ok {
+		return
+	}
+	adapter, known := s.Replica.adapter(s.Model)
+	if !known { // its blocks can't be told from those of the base model
+		f.wantModels(s.Replica, time.Now())
+		return
+	}
+	var fields struct {
+		CacheSalt string `json:"cache_salt"`
+	}
+	if json.Unmarshal(body, &fields) != nil {
+		return
+	}
+	prompt := kvevents.Prompt{Chain: s.Chain, TextBytes: s.Bytes, BlockSizes: f.blockSizes(s.Replica)}
+	if adapter {
+		prompt.LoRA = s.Model
+	}
+	if fields.CacheSalt != "" {
+		prompt.Extra = []kvevents.Extra{kvevents.SaltExtra(fields.CacheSalt)}
+	}
+	f.learner.Offer(kvevents.Request{Base: base, Path: s.Path, Header: f.API.Header, Body: body, Prompt: prompt})
+}
+
+// blockSizes lists the token blocks of the replicas, that of the given first.
+func (f *Fleet) blockSizes(first *Replica) []int {
+	var sizes []int
+	add := func(n int) {
+		if n > 0 && !slices.Contains(sizes, n) {
+			sizes = append(sizes, n)
+		}
+	}
+	for _, p := range append([]*Replica{first}, f.Members()...) {
+		if t := p.truth.Load(); t != nil {
+			_, _, block := t.state()
+			add(block)
+		}
+		add(p.blockTokens())
+	}
+	if len(sizes) == 0 {
+		return []int{defaultBlockTokens}
+	}
+	return sizes
+}
+
+// blockTokens is the engine's block by its metrics, 0 if they don't tell.
+func (p *Replica) blockTokens() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.latest == nil {
+		return 0
+	}
+	return int(p.latest.BlockTokens.Value)
+}
+
+// EventStats is what became of the KV events of one replica.
+type EventStats struct {
+	// Current and Whole tell how far they can be relied on: every publisher is
+	// connected, and everything since the engine's start was heard.
+	Current, Whole bool
+	// Ranks are the publishers' own figures.
+	Ranks []kvevents.StreamStats
+	// Blocks is how many blocks the engine says it holds, in any of its tiers.
+	Blocks int
+}
+
+// Events tells what became of the replica's KV events, false if none are followed.
+func (p *Replica) Events() (EventStats, bool) {
+	t := p.truth.Load()
+	if t == nil {
+		return EventStats{}, false
+	}
+	var s EventStats
+	s.Current, s.Whole, _ = t.state()
+	for _, r := range *t.ranks.Load() {
+		s.Ranks = append(s.Ranks, r.stream.Stats())
+	}
+	for _, n := range t.index.Ranks() {
+		s.Blocks += t.index.View(n).Stats().Held
+	}
+	return s, true
+}

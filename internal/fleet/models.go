@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"slices"
+	"time"
+
+	"go.uber.org/zap"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+const (
+	// modelsEvery is the shortest time between two readings of one replica's
+	// list of models. It is read only while a request names one that the
+	// replica is not known to serve.
+	modelsEvery = 30 * time.Second
+	// modelsTimeout bounds one reading.
+	modelsTimeout = 5 * time.Second
+	// maxModels is how many models and adapters of one replica are kept.
+	maxModels = 4096
+	// maxModelsPage bounds the answer, in bytes.
+	maxModelsPage = 4 << 20
+)
+
+// roster is what a replica says it serves.
+type roster struct {
+	adapters map[string]bool // by name; false for a base model. nil while it was not read
+	asked    time.Time
+}
+
+// Serves tells whether the replica serves a model or adapter, as far as that
+// is known: from its list of models if that was read, else from the names on
+// its metrics page, which do not hold aliases and idle adapters.
+func (p *Replica) Serves(model string) (serves, known bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if onPage(p.latest, model) {
+		return true, true
+	}
+	if p.roster.adapters != nil {
+		_, listed := p.roster.adapters[model]
+		return listed, true
+	}
+	return false, false
+}
+
+func onPage(s *metrics.Snapshot, model string) bool {
+	return s != nil && (slices.Contains(s.Models, model) || slices.Contains(s.Adapters, model))
+}
+
+// namesModels tells whether the replica's metrics page names any model.
+func (p *Replica) namesModels() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.latest != nil && len(p.latest.Models) > 0
+}
+
+// adapter tells whether a model is a LoRA adapter.
+func (p *Replica) adapter(model string) (is, known bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if is, known := p.roster.adapters[model]; known {
+		return is, true
+	}
+	if p.latest == nil {
+		return false, model == ""
+	}
+	if slices.Contains(p.latest.Adapters, model) {
+		return true, true
+	}
+	return false, model == "" || slices.Contains(p.latest.Models, model)
+}
+
+// Serving tells which replicas a request for a model may go to, in room. It
+// returns nil if that excludes none: all serve it, or none is known to. A
+// replica that is not known to serve it is left out only if it names other
+// models while somebody else names this one.
+func (f *Fleet) Serving(model string, replicas []*Replica, room []bool, now time.Time) []bool {
+	if model == "" || f.everywhere(model) {
+		return nil
+	}
+	some, all := false, true
+	room = room[:0]
+	for _, p := range replicas {
+		serves, known := p.Serves(model)
+		if !serves {
+			f.wantModels(p, now)
+		}
+		some = some || serves
+		may := serves || !known && !p.namesModels()
+		all = all && may
+		room = append(room, may)
+	}
+	if !some || all {
+		return nil
+	}
+	return room
+}
+
+// everywhere tells whether the metrics page of every member names a model.
+func (f *Fleet) everywhere(model string) bool {
+	common := f.common.Load()
+	return common != nil && slices.Contains(*common, model)
+}
+
+// findCommon works out which models the pages of all members name.
+func (f *Fleet) findCommon() {
+	var common []string
+	first := true
+	for _, m := range *f.members.Load() {
+		m.replica.mu.Lock()
+		s := m.replica.latest
+		m.replica.mu.Unlock()
+		switch {
+		case s == nil:
+			common = nil
+		case first:
+			common = slices.Clone(s.Models)
+		default:
+			common = slices.DeleteFunc(common, func(name string) bool { return !slices.Contains(s.Models, name) })
+		}
+		first = false
+	}
+	if old := f.common.Load(); old == nil || !slices.Equal(*old, common) {
+		f.common.Store(&common)
+	}
+}
+
+// wantModels has a replica's list of models read soon, off the request path.
+func (f *Fleet) wantModels(p *Replica, now time.Time) {
+	if f.API == nil {
+		return
+	}
+	p.mu.Lock()
+	wait := now.Sub(p.roster.asked) < modelsEvery
+	if !wait {
+		p.roster.asked = now
+	}
+	p.mu.Unlock()
+	if wait {
+		return
+	}
+	select {
+	case f.unlisted <- p:
+	default: // another time
+	}
+}
+
+// readModels reads the lists that are wanted until ctx ends.
+func (f *Fleet) readModels(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case p := <-f.unlisted:
+			adapters, err := f.modelsOf(ctx, p.Addr)
+			if err != nil {
+				f.Logger.Debug("replica does not list its models", zap.String("replica", p.Addr), zap.Error(err))
+				continue
+			}
+			p.mu.Lock()
+			p.roster.adapters = adapters
+			p.mu.Unlock()
+		}
+	}
+}
+
+// modelsOf reads which models a replica serves and which of them are adapters.
+func (f *Fleet) modelsOf(ctx context.Context, addr string) (map[string]bool, error) {
+	base, ok := f.API.Base(addr)
+	if !ok {
+		return nil, fmt.Errorf("%s has no address to ask at", addr)
+	}
+	ctx, cancel := context.WithTimeout(ctx, modelsTimeout)
+	defer cancel()
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, base+"/v1/models", nil)
+	if err != nil {
+		return nil, err
+	}
+	for name, values := range f.API.Header {
+		r.Header[name] = values
+	}
+	resp, err := f.API.Client.Do(r)
+	if err != nil {
+		return nil, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return nil, fmt.Errorf("/v1/models answered %s", resp.Status)
+	}
+	return parseModels(io.LimitReader(resp.Body, maxModelsPage))
+}
+
+// parseModels reads an OpenAI list of models. vLLM names the base model of an
+// adapter as its parent.
+func parseModels(r io.Reader) (map[string]bool, error) {
+	var list struct {
+		Data []struct {
+			ID     string `json:"id"`
+			Parent string `json:"parent"`
+		} `json:"data"`
+	}
+	if err := json.NewDecoder(r).Decode(&list); err != nil {
+		return nil, fmt.Errorf("list of models: %w", err)
+	}
+	if len(list.Data) == 0 {
+		return nil, fmt.Errorf("list of models is empty")
+	}
+	models := make(map[string]bool, min(len(list.Data), maxModels))
+	for _, m := range list.Data[:min(len(list.Data), maxModels)] {
+		models[m.ID] = m.Parent != ""
+	}
+	return models, nil
+}
