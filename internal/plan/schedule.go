@@ -67,8 +67,13 @@ type Request struct {
 	// Replicas are those to choose from, and Caller knows more of them.
 	Replicas []*fleet.Replica
 	Caller   Caller
+	// Serves tells which of them serve the request's model; nil for all.
+	Serves []bool
+	// Holder corrects what is believed of the replicas' caches; nil for nobody.
+	Holder Holder
 
-	blocks   []int32 // matched, by slot
+	held     []float64 // tokens, by place in Replicas; empty without a Holder
+	blocks   []int32   // matched, by slot
 	matched  time.Time
 	arrived  time.Time
 	deadline time.Time
@@ -87,6 +92,14 @@ type Caller interface {
 	Tried(i int) bool
 	// Send books the choice on its replica, so that the next choice sees it.
 	Send(Choice)
+}
+
+// Holder knows from the engines themselves what replicas hold of a request's
+// prompt. The scheduler calls it under its lock.
+type Holder interface {
+	// Held returns how many of the prompt's tokens a replica holds that is
+	// believed to hold so many.
+	Held(p *fleet.Replica, believed float64) float64
 }
 
 // Choice is the replica that a request goes to.
@@ -283,15 +296,36 @@ func (s *Scheduler) find(beyond func(float64) bool) int {
 func (s *Scheduler) match(r *Request, now time.Time) {
 	r.blocks = s.index.Match(r.Chain, r.blocks[:0])
 	r.matched = now
+	r.held = r.held[:0]
+	if r.Holder == nil {
+		return
+	}
+	for _, p := range r.Replicas {
+		r.held = append(r.held, r.Holder.Held(p, float64(p.Matched(r.blocks))*r.PerBlock))
+	}
+}
+
+// heldBy is how many of the prompt's tokens its i-th replica holds.
+func (r *Request) heldBy(i int) float64 {
+	if r.Holder != nil {
+		return r.held[i]
+	}
+	return float64(r.Replicas[i].Matched(r.blocks)) * r.PerBlock
+}
+
+// blocksAt is the same in blocks of the chain.
+func (r *Request) blocksAt(i int) int {
+	if r.Holder != nil {
+		return min(len(r.Chain), int(math.Round(r.held[i]/r.PerBlock)))
+	}
+	return r.Replicas[i].Matched(r.blocks)
 }
 
 // leastUncached is what the replica that holds most of the prompt would compute.
 func (s *Scheduler) leastUncached(r *Request) float64 {
 	least := r.Tokens
-	for _, p := range r.Replicas {
-		if m := p.Matched(r.blocks); m > 0 {
-			least = min(least, r.Tokens-float64(m)*r.PerBlock)
-		}
+	for i := range r.Replicas {
+		least = min(least, r.Tokens-r.heldBy(i))
 	}
 	return max(0, least) + r.Extra
 }
@@ -415,12 +449,14 @@ type strictness int
 const (
 	anyOpen   strictness = iota // even one tried already
 	untried                     // by this request
+	serving                     // and known to serve the model, if any is
 	eligible                    // and not to be avoided
 	strictest                   // and, if it warms up, with room for another request
 )
 
-func (t strictness) allows(l *fleet.Load, tried bool) bool {
+func (t strictness) allows(l *fleet.Load, tried, serves bool) bool {
 	return !(t >= untried && tried ||
+		t >= serving && !serves ||
 		t >= eligible && l.Avoid != fleet.Eligible ||
 		t >= strictest && l.Room <= 0)
 }
@@ -440,13 +476,13 @@ func (s *Scheduler) choose(r *Request, now time.Time) (c Choice, fits bool) {
 	}
 	c.Index, c.Cost = s.choices[best], cost
 	for i, at := range s.choices {
-		c.Longest = max(c.Longest, r.Replicas[at].Matched(r.blocks))
+		c.Longest = max(c.Longest, r.blocksAt(at))
 		if i != best {
 			c.Next = min(c.Next, s.cands[i].cost)
 		}
 	}
 	p := r.Replicas[c.Index]
-	c.Matched, c.Hit, c.Uncached = p.Matched(r.blocks), s.hits[best], s.cands[best].Uncached
+	c.Matched, c.Hit, c.Uncached = r.blocksAt(c.Index), s.hits[best], s.cands[best].Uncached
 	l := s.lane(p, now)
 	return c, l.queue <= l.roomy
 }
@@ -460,10 +496,10 @@ func (s *Scheduler) gather(r *Request, t strictness, now time.Time) {
 			continue
 		}
 		l := s.lane(p, now)
-		if !t.allows(&l.load, r.Caller.Tried(i)) {
+		if !t.allows(&l.load, r.Caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		hit := believedHit(float64(p.Matched(r.blocks))*r.PerBlock, r.Tokens, l.load.BlockTokens)
+		hit := believedHit(r.heldBy(i), r.Tokens, l.load.BlockTokens)
 		s.choices = append(s.choices, i)
 		s.hits = append(s.hits, hit)
 		s.cands = append(s.cands, Candidate{
