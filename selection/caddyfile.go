@@ -19,6 +19,9 @@ import (
 //		request_cost     <tokens>
 //		kv_capacity      <tokens>
 //		max_body         <size>
+//		kv_events        <address>
+//		kv_events_replay <address>
+//		api_key          <key>
 //		pin_header       <field>
 //		fallback         <policy>
 //		metrics_off
@@ -53,6 +56,12 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 			err = parse(d, &p.KVCapacity, positiveInt)
 		case "max_body":
 			err = parse(d, &p.MaxBody, size)
+		case "kv_events":
+			err = p.events().unmarshal(d, &p.KVEvents.Endpoint)
+		case "kv_events_replay":
+			err = p.events().unmarshal(d, &p.KVEvents.Replay)
+		case "api_key":
+			err = parse(d, &p.APIKey, text)
 		case "pin_header":
 			err = parse(d, &p.PinHeader, text)
 		case "fallback":
@@ -118,6 +127,19 @@ func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		}
 	}
 	return nil
+}
+
+func (p *KVCacheAware) events() *Events {
+	if p.KVEvents == nil {
+		p.KVEvents = new(Events)
+	}
+	return p.KVEvents
+}
+
+func (*Events) unmarshal(d *caddyfile.Dispenser, address *string) error {
+	err := parse(d, address, text)
+	*address = unshorten.Replace(*address)
+	return err
 }
 
 func (p *Polling) unmarshalOption(d *caddyfile.Dispenser) error {

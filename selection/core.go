@@ -31,7 +31,8 @@ type core struct {
 	logger  *zap.Logger
 	outlook outlook
 	poll    *pollSettings
-	dynamic bool // upstreams are new objects at every request
+	api     *fleet.API // nil if no front end is asked
+	dynamic bool       // upstreams are new objects at every request
 	known   atomic.Pointer[knownPool]
 	changed func(time.Time)
 	counts  *metrics.Decisions
@@ -44,6 +45,8 @@ type coreConfig struct {
 	maxBody    int64
 	kvCapacity int
 	polling    *Polling // nil: no polling
+	events     *Events  // nil: none are followed
+	apiKey     string
 	seed       uint64
 	changed    func(time.Time) // called when a replica's state has changed
 }
@@ -73,6 +76,16 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 		settings.Elsewhere = poll.port != 0
 		settings.Poll, settings.Interval = poll.target, time.Duration(cfg.polling.Interval)
 	}
+	if cfg.events != nil {
+		settings.Events = &fleet.Events{Stream: cfg.events.stream}
+	}
+	if cfg.events != nil || cfg.polling != nil && !cfg.polling.Off {
+		front, err := api(handler, cfg.apiKey)
+		if err != nil {
+			return err
+		}
+		c.api, settings.API = front, front
+	}
 	app, err := theApp(ctx)
 	if err != nil {
 		return err
@@ -95,6 +108,9 @@ func (c *core) cleanup() error {
 		c.unwatch()
 	}
 	c.poll.close()
+	if c.api != nil {
+		c.api.Client.CloseIdleConnections()
+	}
 	return nil
 }
 

@@ -28,10 +28,13 @@ type decision struct {
 	body   *body  // nil if the body was left alone
 
 	changed func(time.Time) // to be told of the request's end; may be nil
+	pupil   *fleet.Fleet    // to learn the prompt's tokens; nil for nobody
+	path    string          // of the request at the replica, for the pupil
 
 	mu       sync.Mutex // the request's end comes on another goroutine
 	over     bool
 	attempts []*attempt
+	answered *attempt // the one that was answered, once the request is over
 }
 
 // attempt is one choice made for a request.
@@ -177,6 +180,10 @@ func (d *decision) end(ctx context.Context) {
 	if d.changed != nil {
 		d.changed(now)
 	}
+	d.teach()
+	if d.body != nil {
+		d.body.finish()
+	}
 }
 
 func (d *decision) book(ctx context.Context, now time.Time) {
@@ -191,12 +198,10 @@ func (d *decision) book(ctx context.Context, now time.Time) {
 			a.replica.Lacks(d.prompt.Chain, a.matched)
 		case done:
 			a.Finish(now)
+			d.answered = a
 		default:
 			a.Abort(now)
 		}
-	}
-	if d.body != nil {
-		d.body.finish()
 	}
 }
 

@@ -56,6 +56,18 @@ type KVCacheAware struct {
 	// How the replicas' metrics are polled.
 	Metrics *Polling `json:"metrics,omitempty"`
 
+	// Where the replicas publish what they store in their KV caches and drop
+	// from them. The choice then follows what they hold by their own account.
+	// To tell which tokens a prompt consists of, the replica that has answered
+	// a request is asked for them afterwards, at most five times a second
+	// (vLLM's /render, else /tokenize). Default: none; nothing is opened.
+	KVEvents *Events `json:"kv_events,omitempty"`
+
+	// The key of the replicas' API (vLLM's --api-key), for asking them about
+	// tokens and models. It may have placeholders that are known when the
+	// config is loaded, such as {env.*} and {file.*}. Default: none.
+	APIKey string `json:"api_key,omitempty"`
+
 	// A request header, such as X-Session-ID, whose value keeps all requests
 	// that carry it at one replica as long as that is available. The first of
 	// them is placed by cost. Default: none.
@@ -106,6 +118,8 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 		maxBody:    p.MaxBody,
 		kvCapacity: p.KVCapacity,
 		polling:    p.Metrics,
+		events:     p.KVEvents,
+		apiKey:     p.APIKey,
 		seed:       fleet.Process.Seed,
 		changed:    func(now time.Time) { p.schedule.Event(now) },
 	}); err != nil {
@@ -131,6 +145,9 @@ func (p *KVCacheAware) Validate() error {
 	if p.MaxBody < 0 {
 		return fmt.Errorf("max_body is %d bytes, but can't be negative", p.MaxBody)
 	}
+	if err := p.KVEvents.validate(); err != nil {
+		return err
+	}
 	return p.Metrics.validate()
 }
 
@@ -147,6 +164,9 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	}
 	if d.reason != "" {
 		return p.fallBack(p.fallback, d, pool, r, w, start)
+	}
+	if first && p.KVEvents != nil {
+		d.pupil, d.path = p.fleet, r.URL.Path
 	}
 	a := p.ask(d, pool, r, start)
 	sent := p.schedule.Submit(&a.Request, start)
@@ -178,6 +198,8 @@ type asking struct {
 	decision *decision
 	pool     reverseproxy.UpstreamPool
 	start    time.Time
+	prefix   fleet.Prefix
+	serves   []bool // room for Serves
 	session  string // value of the pin header
 	pinned   int    // place of the session's replica, -1 if there is none
 	held     bool
@@ -198,7 +220,13 @@ func (p *KVCacheAware) ask(d *decision, pool reverseproxy.UpstreamPool, r *http.
 	a.Replicas, a.room = p.replicas(pool, a.room, now)
 	a.Chain, a.Key = d.prompt.Chain, d.prompt.TurnKey
 	a.Tokens, a.Extra, a.PerBlock = p.tokens(&d.prompt), p.extraTokens(&d.prompt), p.tokensPerBlock(&d.prompt)
-	a.Caller = a
+	a.Caller, a.Holder = a, nil
+	if prefix := p.fleet.Prefix(&a.prefix, a.Chain, a.PerBlock); prefix != nil {
+		a.Holder = prefix
+	}
+	if a.Serves = p.fleet.Serving(d.prompt.Model, a.Replicas, a.serves, now); a.Serves != nil {
+		a.serves = a.Serves
+	}
 	if p.pins != nil {
 		if a.session = r.Header.Get(p.PinHeader); a.session != "" {
 			if home, ok := p.pins.get(a.session); ok {
@@ -215,6 +243,7 @@ func (p *KVCacheAware) done(a *asking) {
 		return
 	}
 	a.decision, a.pool, a.Chain, a.Replicas, a.upstream = nil, nil, nil, nil, nil
+	a.prefix.Drop()
 	p.scratch.Put(a)
 }
 
@@ -260,6 +289,7 @@ func (a *asking) Send(c plan.Choice) {
 			Uncached: c.Uncached,
 			Hit:      c.Hit,
 			Bytes:    textBytes(&a.decision.prompt),
+			Chain:    a.Chain,
 		},
 	}, a.start.Add(c.Waited))
 	if a.session != "" {

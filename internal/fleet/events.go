@@ -246,6 +246,12 @@ func (f *Fleet) Prefix(x *Prefix, chain []uint64, perBlock float64) *Prefix {
 	return x
 }
 
+// Drop lets go of the prompt, so that x can be kept for another.
+func (x *Prefix) Drop() {
+	clear(x.aligned)
+	*x = Prefix{aligned: x.aligned[:0]}
+}
+
 // Held corrects how many of the prompt's tokens a replica is believed to hold
 // by what its engine has told. Where the engine told nothing of this prompt,
 // or the tokens of the prompt are not known, the belief stands. It also stands
