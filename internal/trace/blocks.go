@@ -38,18 +38,28 @@ func (r *Request) AppendBlocks(dst []uint64, blockTokens int) []uint64 {
 }
 
 // appendIDBlocks hashes for each block all ids up to the one that holds the
-// block's last token, and the block's place.
+// block's last token, and the block's place. What has no id has no block.
 func (r *Request) appendIDBlocks(dst []uint64, blockTokens int) []uint64 {
 	var chain uint64
 	used := 0
-	for block := 1; block <= r.InputTokens/blockTokens; block++ {
-		last := (block*blockTokens - 1) / idTokens
+	perID := r.idTokens()
+	known := min(r.InputTokens, len(r.HashIDs)*perID)
+	for block := 1; block <= known/blockTokens; block++ {
+		last := (block*blockTokens - 1) / perID
 		for ; used <= last && used < len(r.HashIDs); used++ {
 			chain = mix(chain ^ mix(r.HashIDs[used]+1))
 		}
 		dst = append(dst, mix(chain+uint64(block)))
 	}
 	return dst
+}
+
+// idTokens is the length in tokens of the stretch that one id names.
+func (r *Request) idTokens() int {
+	if r.IDTokens > 0 {
+		return r.IDTokens
+	}
+	return idTokens
 }
 
 // textChain cuts text, written piece by piece, into blocks.

@@ -53,12 +53,15 @@ func (r *Request) appendMessages(dst []byte) []byte {
 
 func (r *Request) appendIDPrompt(dst []byte) []byte {
 	left := r.InputTokens
+	rest := uint64(r.InputTokens)
 	for _, id := range r.HashIDs {
-		tokens := min(left, idTokens)
+		tokens := min(left, r.idTokens())
 		dst = appendIDText(dst, id, tokens)
 		left -= tokens
+		rest = mix(rest ^ id)
 	}
-	return dst
+	// Nothing is known of what has no id but its length.
+	return appendIDText(dst, rest, left)
 }
 
 func (r *Request) appendRawBody(dst []byte, model string) ([]byte, error) {

@@ -73,10 +73,12 @@ func recognise(line []byte) (Format, error) {
 		return Mooncake, nil
 	case has("session_id") && has("input"):
 		return ChatSessions, nil
+	case has("blocks") && has("salt"):
+		return Capture, nil
 	case has("body"):
 		return RequestLog, nil
 	}
-	return "", fmt.Errorf("no known trace format has the fields [%s]; want hash_ids and input_length (Mooncake), session_id and input (sessions), or body (request log)",
+	return "", fmt.Errorf("no known trace format has the fields [%s]; want hash_ids and input_length (Mooncake), session_id and input (sessions), salt and blocks (capture), or body (request log)",
 		strings.Join(slices.Sorted(maps.Keys(fields)), " "))
 }
 
@@ -89,6 +91,8 @@ func (f Format) decode(line []byte) (record, error) {
 		return decodeChat(line)
 	case RequestLog:
 		return decodeLogged(line)
+	case Capture:
+		return decodeCaptured(line)
 	}
 	return record{}, fmt.Errorf("unknown trace format %q", f)
 }

@@ -19,15 +19,18 @@ type Skipped struct {
 	// BlankLines hold nothing but white space.
 	BlankLines int `json:"blank_lines"`
 	// CutLines end with the file in the middle of a record: a log that was copied
-	// while it was written.
+	// while it was written. In a capture they may be anywhere: its disk was full.
 	CutLines int `json:"cut_lines"`
 	// EmptyPrompts are session records whose input is empty.
 	EmptyPrompts int `json:"empty_prompts"`
-	// NoBody are logged requests without a body, such as GET /v1/models.
+	// NoBody are logged requests without a body, such as GET /v1/models, and
+	// captured ones without a prompt.
 	NoBody int `json:"no_body"`
 	// BadBodies are logged requests whose body is no JSON object (often cut off
 	// by the logger) or holds no prompt.
 	BadBodies int `json:"bad_bodies"`
+	// Refused are captured requests that a replica answered with an error.
+	Refused int `json:"refused"`
 	// EmptyFiles of a directory hold no request.
 	EmptyFiles int `json:"empty_files"`
 }
@@ -173,7 +176,10 @@ func (c *checker) checkLine(line []byte, at *lineReader, file int32) error {
 	case errors.Is(err, errBadBody):
 		c.Skipped.BadBodies++
 		return nil
-	case at.cut && isCut(line):
+	case errors.Is(err, errRefused):
+		c.Skipped.Refused++
+		return nil
+	case errors.Is(err, errTorn), at.cut && isCut(line):
 		c.Skipped.CutLines++
 		return nil
 	default:

@@ -50,9 +50,12 @@ type Request struct {
 	// DefaultOutputTokens.
 	OutputTokens int
 
-	// HashIDs name the prompt's stretches of 512 tokens (the last may be
-	// shorter); equal ids in equal places mean equal text.
+	// HashIDs name the prompt's stretches of IDTokens tokens (the last may be
+	// shorter, or lack an id where nothing is known of it); equal ids in equal
+	// places, with equal ids before them, mean equal text.
 	HashIDs []uint64
+	// IDTokens is the length of these stretches; 0 means 512, as in Mooncake.
+	IDTokens int
 	// Text is the prompt as one text.
 	Text string
 	// Messages is the prompt as the JSON array of chat messages.
