@@ -104,6 +104,7 @@ type proxy struct {
 	cmd    *exec.Cmd
 	exited chan struct{}
 	client *http.Client
+	config int // number of the latest configuration, which its answers have in X-Config
 }
 
 // start runs Caddy with one site of the given directives until the test ends. Its page of metrics is
@@ -126,14 +127,15 @@ func newProxy(tb testing.TB) *proxy {
 
 // caddyfile is the configuration of a site.
 func (p *proxy) caddyfile(directives string) string {
-	_, port, _ := net.SplitHostPort(p.addr) // of an address that freeAddr made
+	p.config++
 	return fmt.Sprintf(`%s
-:%s {
+http://%s {
 	bind 127.0.0.1
+	header X-Config %d
 	metrics /caddy-metrics
 	%s
 }
-`, p.options(), port, directives)
+`, p.options(), p.addr, p.config, directives)
 }
 
 // options are the global options of a Caddy that leaves others alone.
@@ -247,12 +249,22 @@ func (p *proxy) load(config string) (int, string) {
 	})
 }
 
-// reload replaces the directives of the site.
+// reload replaces the directives of the site, and returns when the old listener is gone: with whatever
+// policy, a reload cuts idle connections and those that the old listener has not accepted yet.
 func (p *proxy) reload(directives string) {
 	p.tb.Helper()
 	if status, answer := p.load(p.caddyfile(directives)); status != http.StatusOK {
 		p.tb.Fatalf("reload: %d %s", status, answer)
 	}
+	inRow := 0
+	await(p.tb, "the new configuration to serve", func() bool {
+		p.client.CloseIdleConnections()
+		a := exchange(p.client, p.request(http.MethodGet, "/caddy-metrics", nil))
+		if inRow++; a.bad() != nil || a.header.Get("X-Config") != strconv.Itoa(p.config) {
+			inRow = 0
+		}
+		return inRow == 4
+	})
 }
 
 // metric sums the values of a family of Caddy's metrics over all label sets that include those given,
