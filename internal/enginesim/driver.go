@@ -30,7 +30,7 @@ func startDriver(config Config, speed float64, started time.Time) *driver {
 	d := &driver{
 		engine: New(config),
 		clock:  clock{speed: speed, origin: started},
-		meters: newMeters(config.withDefaults().MaxModelTokens),
+		meters: newMeters(config.withDefaults().MaxModelTokens, speed),
 		wake:   make(chan struct{}, 1),
 		quit:   make(chan struct{}),
 		done:   make(chan struct{}),

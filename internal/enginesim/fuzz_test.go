@@ -26,7 +26,7 @@ func FuzzPrepare(f *testing.F) {
 	config := ServerConfig{Config: Config{Blocks: 100}}.withDefaults()
 	p := &instance{
 		Server:  &Server{config: config, tokenizer: tokenizer{bytesPerToken: config.BytesPerToken}},
-		driver:  &driver{engine: New(config.Config), meters: newMeters(config.MaxModelTokens)},
+		driver:  &driver{engine: New(config.Config), meters: newMeters(config.MaxModelTokens, 1)},
 		started: time.Now(),
 		memory:  newMemory(),
 	}

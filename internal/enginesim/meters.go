@@ -64,11 +64,16 @@ type meters struct {
 	promptTokens, generationTokens, maxTokens            *histogram
 	choices, preemptions, computedTokens                 *histogram
 	latency, queueTime, inference, prefill, decode, pace *histogram
+
+	// speed is how many engine seconds pass in a second of those who read the
+	// page: its durations are theirs, like the rest of their clock.
+	speed float64
 }
 
-func newMeters(maxModelTokens int) *meters {
+func newMeters(maxModelTokens int, speed float64) *meters {
 	tokens := boundsTokens(maxModelTokens)
 	return &meters{
+		speed:            speed,
 		iterationTokens:  newHistogram(boundsIteration),
 		interToken:       newHistogram(boundsInterToken),
 		firstToken:       newHistogram(boundsFirstToken),
@@ -87,15 +92,17 @@ func newMeters(maxModelTokens int) *meters {
 	}
 }
 
+func (m *meters) seconds(d time.Duration) float64 { return d.Seconds() / m.speed }
+
 func (m *meters) observeStep(s Step) {
 	m.iterationTokens.observe(float64(s.PrefillTokens + s.Decoding))
 	if s.Decoding > 0 {
-		m.interToken.observeN((s.End - s.Start).Seconds(), s.Decoding)
+		m.interToken.observeN(m.seconds(s.End-s.Start), s.Decoding)
 	}
 }
 
 func (m *meters) observeFirstToken(now time.Duration, r *Request) {
-	m.firstToken.observe((now - r.Submitted).Seconds())
+	m.firstToken.observe(m.seconds(now - r.Submitted))
 }
 
 func (m *meters) observeFinish(r *Request) {
@@ -105,12 +112,12 @@ func (m *meters) observeFinish(r *Request) {
 	m.choices.observe(1)
 	m.preemptions.observe(float64(r.Preemptions))
 	m.computedTokens.observe(float64(r.PromptTokens - r.Cached))
-	m.latency.observe((r.Finished - r.Submitted).Seconds())
-	m.queueTime.observe((r.Admitted - r.Submitted).Seconds())
-	m.inference.observe((r.Finished - r.Admitted).Seconds())
-	m.prefill.observe((r.FirstToken - r.Admitted).Seconds())
-	m.decode.observe((r.Finished - r.FirstToken).Seconds())
+	m.latency.observe(m.seconds(r.Finished - r.Submitted))
+	m.queueTime.observe(m.seconds(r.Admitted - r.Submitted))
+	m.inference.observe(m.seconds(r.Finished - r.Admitted))
+	m.prefill.observe(m.seconds(r.FirstToken - r.Admitted))
+	m.decode.observe(m.seconds(r.Finished - r.FirstToken))
 	if r.Generated > 1 {
-		m.pace.observe((r.Finished - r.FirstToken).Seconds() / float64(r.Generated-1))
+		m.pace.observe(m.seconds(r.Finished-r.FirstToken) / float64(r.Generated-1))
 	}
 }

@@ -233,6 +233,7 @@ func (m *reference) complete() {
 			s.firstSet, s.first = true, m.end
 			m.now.FirstTokens++
 			m.now.FirstTokenTime += m.end - s.arrive
+			m.now.PrefillTime += m.end - s.start
 			m.now.PromptTokens += int64(s.in)
 			m.now.CachedTokens += int64(s.hits)
 		}

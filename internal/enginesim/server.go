@@ -38,7 +38,8 @@ type ServerConfig struct {
 	Adapters []string
 
 	// Speed is the number of engine seconds in a second of the wall clock.
-	// Durations in /metrics are engine seconds. Default 1.
+	// Durations in /metrics are seconds of the wall clock, like the times of
+	// whoever reads them. Default 1.
 	Speed float64
 
 	// BytesPerToken is the length of a token of text. Default 4.
