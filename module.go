@@ -6,6 +6,8 @@
 package kvcache
 
 import (
+	// The admin API under /kv_cache/.
+	_ "github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
 	// The command caddy kv-cache.
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache/internal/command"
 	// The load-balancing policies.

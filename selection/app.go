@@ -19,6 +19,7 @@ func init() {
 // only when its config runs, `caddy validate` polls nothing.
 type App struct {
 	fleets []*fleet.Fleet
+	show   []func() // lets operators see the policies
 	names  map[string]bool
 }
 
@@ -36,10 +37,14 @@ func theApp(ctx caddy.Context) (*App, error) {
 	return v.(*App), nil
 }
 
-// Start begins polling.
+// Start begins polling, and shows the policies to operators: those of a config
+// that fails to load are never seen.
 func (a *App) Start() error {
 	for _, f := range a.fleets {
 		f.Start()
+	}
+	for _, show := range a.show {
+		show()
 	}
 	return nil
 }
@@ -52,7 +57,11 @@ func (a *App) Stop() error {
 	return nil
 }
 
-func (a *App) add(f *fleet.Fleet) { a.fleets = append(a.fleets, f) }
+// add has a fleet started, and its policy shown to operators, with the config.
+func (a *App) add(f *fleet.Fleet, show func()) {
+	a.fleets = append(a.fleets, f)
+	a.show = append(a.show, show)
+}
 
 // uniqueName gives every policy of a config a name of its own, the same each
 // time the config is loaded.

@@ -4,6 +4,7 @@ package selection
 
 import (
 	"fmt"
+	"math"
 	"net/http"
 	"slices"
 	"strconv"
@@ -14,6 +15,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
@@ -31,12 +33,14 @@ type core struct {
 	logger  *zap.Logger
 	outlook outlook
 	poll    *pollSettings
-	api     *fleet.API // nil if no front end is asked
-	dynamic bool       // upstreams are new objects at every request
+	api     *fleet.API            // nil if no front end is asked
+	handler *reverseproxy.Handler // nil if the policy stands alone
+	dynamic bool                  // upstreams are new objects at every request
 	known   atomic.Pointer[knownPool]
 	changed func(time.Time)
 	counts  *metrics.Decisions
-	unwatch func()
+	recent  *recent
+	hide    func() // from operators; nil while not shown
 }
 
 type coreConfig struct {
@@ -49,6 +53,8 @@ type coreConfig struct {
 	apiKey     string
 	seed       uint64
 	changed    func(time.Time) // called when a replica's state has changed
+	explain    func(*http.Request) *admin.Explanation
+	waiting    func() int // requests held back
 }
 
 // policies numbers the policies of this process, so that each keeps its
@@ -64,6 +70,7 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 		c.outlook.limit = int(cfg.maxBody)
 	}
 	handler := parent(ctx)
+	c.handler = handler
 	c.dynamic = handler != nil && handler.DynamicUpstreamsRaw != nil
 	settings := fleet.Config{Logger: c.logger, Capacity: cfg.kvCapacity, Changed: cfg.changed}
 	c.changed = cfg.changed
@@ -95,9 +102,9 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 		return fmt.Errorf("registering metrics: %v", err)
 	}
 	c.fleet = fleet.Process.New(settings, staticAddrs(handler))
-	c.counts = metrics.NewDecisions(settings.Name, c.policy, reasons)
-	c.unwatch = metrics.Watch(func() []metrics.View { return c.fleet.Views(time.Now()) })
-	app.add(c.fleet)
+	c.counts = metrics.NewDecisions(settings.Name, c.policy, reasons, whys)
+	c.recent = new(recent)
+	app.add(c.fleet, func() { c.show(cfg) })
 	return nil
 }
 
@@ -105,7 +112,9 @@ func (c *core) cleanup() error {
 	if c.fleet != nil {
 		c.fleet.Stop()
 		c.counts.Close()
-		c.unwatch()
+		if c.hide != nil {
+			c.hide()
+		}
 	}
 	c.poll.close()
 	if c.api != nil {
@@ -149,16 +158,6 @@ func (c *core) decide(r *http.Request) (*decision, bool) {
 	return d, first
 }
 
-// send books the attempt and counts the decision.
-func (c *core) send(d *decision, a *attempt, start time.Time) {
-	d.send(a, start)
-	c.counts.Count(string(a.reason), a.Prompt, a.Hit, time.Since(start))
-}
-
-func (c *core) none(start time.Time) {
-	c.counts.Count(string(ReasonNone), 0, 0, time.Since(start))
-}
-
 // fallBack lets the fallback policy choose among the replicas that this
 // request has not tried.
 func (c *core) fallBack(fallback reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, start time.Time) *reverseproxy.Upstream {
@@ -176,10 +175,11 @@ func (c *core) fallBack(fallback reverseproxy.Selector, d *decision, pool revers
 		u = fallback.Select(pool, r, w)
 	}
 	if u == nil {
-		c.none(start)
+		c.none(r, start)
 		return nil
 	}
-	c.send(d, &attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason}, start)
+	d.send(&attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason, cost: math.NaN()}, start)
+	c.note(r, d, start)
 	return u
 }
 

@@ -44,6 +44,10 @@ type attempt struct {
 	replica *fleet.Replica
 	matched int // blocks believed held there
 	reason  Reason
+	key     uint64        // hash of the prompt's leading part, 0 without one
+	cost    float64       // of the choice, NaN where there are no costs
+	next    float64       // of the next best, +Inf if there was none
+	waited  time.Duration // that the request was held back
 }
 
 // outlook says how a decision reads a request.
@@ -243,6 +247,14 @@ func (d *decision) placeholder(key string) (any, bool) {
 		return int(a.Prompt), true
 	case "matched_tokens":
 		return int(a.Hit), true
+	case "key":
+		return keyText(a.key), true
+	case "cost":
+		return tokensText(a.cost), true
+	case "next_cost":
+		return tokensText(a.next), true
+	case "waited":
+		return a.waited.String(), true
 	}
 	return nil, false
 }

@@ -12,11 +12,10 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
-	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/plan"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
 
 func init() {
@@ -122,6 +121,8 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 		apiKey:     p.APIKey,
 		seed:       fleet.Process.Seed,
 		changed:    func(now time.Time) { p.schedule.Event(now) },
+		explain:    p.explain,
+		waiting:    func() int { return p.schedule.Waiting() },
 	}); err != nil {
 		return err
 	}
@@ -174,21 +175,31 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	if !sent {
 		p.pump.run()
 		if !a.wait(r.Context(), p.schedule) {
+			p.counts.Waited(metrics.WaitLeft, time.Since(start))
 			return nil // the client left
 		}
 	}
 	upstream := a.upstream
-	if upstream == nil {
-		p.none(start)
-	} else if e := p.logger.Check(zapcore.DebugLevel, "chose a replica"); e != nil {
-		at := d.latest()
-		e.Write(zap.String("replica", at.replica.Addr), zap.String("reason", string(at.reason)),
-			zap.Int("prompt_tokens", int(a.Tokens)), zap.Int("matched_tokens", int(at.Hit)),
-			zap.Float64("cost", a.choice.Cost), zap.Float64("next_cost", a.choice.Next),
-			zap.Duration("waited", a.choice.Waited))
-	}
+	p.tell(a, r)
 	p.done(a)
 	return upstream
+}
+
+// tell lets operators know of what was decided.
+func (p *KVCacheAware) tell(a *asking, r *http.Request) {
+	decided, outcome := a.start.Add(a.choice.Waited), metrics.WaitSent
+	if a.upstream == nil {
+		p.none(r, decided)
+		outcome = metrics.WaitNone
+	} else {
+		p.note(r, a.decision, decided)
+		if a.choice.Open < len(a.Replicas) && a.pinned < 0 {
+			p.noteAvoided(a.decision, a.pool, decided)
+		}
+	}
+	if a.held {
+		p.counts.Waited(outcome, a.choice.Waited)
+	}
 }
 
 // asking is one request that wants a replica.
@@ -247,10 +258,11 @@ func (p *KVCacheAware) done(a *asking) {
 	p.scratch.Put(a)
 }
 
-// find returns the place of an available replica that was not tried, or -1.
+// find returns the place of an available replica that was not tried and is not
+// drained, or -1.
 func (a *asking) find(addr string) int {
 	for i, p := range a.Replicas {
-		if p.Addr == addr && a.pool[i].Available() && !a.decision.tried(p) {
+		if p.Addr == addr && a.pool[i].Available() && !a.decision.tried(p) && p.Avoided(a.start) != fleet.Drained {
 			return i
 		}
 	}
@@ -280,10 +292,14 @@ func (a *asking) Send(c plan.Choice) {
 	}
 	a.upstream = a.pool[c.Index]
 	replica := a.Replicas[c.Index]
-	a.policy.send(a.decision, &attempt{
+	a.decision.send(&attempt{
 		replica: replica,
 		matched: c.Matched,
 		reason:  a.reasonOf(c),
+		key:     a.Key,
+		cost:    c.Cost,
+		next:    c.Next,
+		waited:  c.Waited,
 		Reservation: fleet.Reservation{
 			Prompt:   a.Tokens + a.Extra,
 			Uncached: c.Uncached,

@@ -5,6 +5,7 @@ package selection
 import (
 	"encoding/json"
 	"fmt"
+	"math"
 	"net/http"
 	"sync"
 	"time"
@@ -12,8 +13,6 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"github.com/cespare/xxhash/v2"
-	"go.uber.org/zap"
-	"go.uber.org/zap/zapcore"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/plan"
@@ -106,6 +105,8 @@ func (p *PrefixHash) Provision(ctx caddy.Context) error {
 		name:    p.Name,
 		maxBody: p.MaxBody,
 		seed:    xxhash.Sum64String(seed),
+		explain: p.explain,
+		waiting: func() int { return 0 },
 	})
 }
 
@@ -164,22 +165,24 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 	}
 	p.gather(candidates, d, key, pool, start)
 	if len(candidates.at) == 0 {
-		p.none(start)
+		p.none(r, start)
 		return nil
 	}
 	h, reason := p.choose(candidates)
-	p.send(d, &attempt{
+	d.send(&attempt{
 		replica: h.replica,
 		reason:  reason,
+		key:     key,
+		cost:    math.NaN(),
 		Reservation: fleet.Reservation{
 			Prompt:   tokens,
 			Uncached: tokens,
 			Bytes:    textBytes(&d.prompt),
 		},
 	}, start)
-	if e := p.logger.Check(zapcore.DebugLevel, "chose a replica"); e != nil {
-		e.Write(zap.String("replica", h.replica.Addr), zap.String("reason", string(reason)),
-			zap.Uint64("key", key), zap.Int("prompt_tokens", int(tokens)))
+	p.note(r, d, start)
+	if len(candidates.at) < len(pool) {
+		p.noteAvoided(d, pool, start)
 	}
 	return h.upstream
 }

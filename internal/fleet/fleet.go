@@ -294,17 +294,6 @@ func (f *Fleet) Members() []*Replica {
 	return out
 }
 
-// Views lists what is exported of each member.
-func (f *Fleet) Views(now time.Time) []metrics.View {
-	members := f.Members()
-	views := make([]metrics.View, len(members))
-	for i, p := range members {
-		views[i] = p.view(now)
-		views[i].Fleet = f.Name
-	}
-	return views
-}
-
 func (f *Fleet) sweep(ctx context.Context) {
 	t := time.NewTicker(sweepEvery)
 	defer t.Stop()

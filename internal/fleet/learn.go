@@ -39,6 +39,9 @@ func (t *textRatio) observe(bytes, tokens float64) {
 // counted.
 type calibration struct {
 	believed, counted float64
+
+	// the same without forgetting, since the engine's start
+	allBelieved, allCounted float64
 }
 
 const (
@@ -56,6 +59,8 @@ func (c *calibration) observe(believed, counted float64) {
 	}
 	c.believed += believed
 	c.counted += counted
+	c.allBelieved += believed
+	c.allCounted += counted
 }
 
 // trust is the share of a believed hit that is worth counting on, 0..1.

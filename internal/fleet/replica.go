@@ -329,32 +329,6 @@ func (p *Replica) Load(now time.Time) Load {
 	return l
 }
 
-func (p *Replica) view(now time.Time) metrics.View {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	r := p.perSecond()
-	v := metrics.View{
-		Replica:  p.Addr,
-		Good:     p.scrapes.Good,
-		Bad:      p.scrapes.Bad,
-		Age:      -1,
-		Snapshot: p.latest,
-		InFlight: float64(p.inFlight),
-		Queue:    p.queue(now, r),
-		Rate:     r,
-		Trust:    p.calibrated.trust(),
-		Eligible: p.avoid(now) == Eligible,
-	}
-	if p.latest != nil {
-		v.Age = now.Sub(p.scrapes.Last).Seconds()
-	}
-	if !p.gone.Load() {
-		v.Blocks = float64(p.registry.Index.Len(p.Slot))
-		v.Evictions = p.registry.Index.Evictions(p.Slot)
-	}
-	return v
-}
-
 func (p *Replica) avoid(now time.Time) Avoid {
 	switch {
 	case p.drained:

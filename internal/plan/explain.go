@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+)
+
+// Costs is what [Rule.Cost] is made of, in tokens of queue.
+type Costs struct {
+	Queue, Compute, Requests, Pressure float64
+	// Pace divides their sum.
+	Pace float64
+}
+
+// Total is the candidate's cost.
+func (c Costs) Total() float64 { return (c.Queue + c.Compute + c.Requests + c.Pressure) / c.Pace }
+
+// Costs takes the cost of a candidate apart.
+func (r Rule) Costs(c *Candidate) Costs {
+	return Costs{
+		Queue:    c.Queue,
+		Compute:  r.MatchWeight * c.Uncached,
+		Requests: r.PerRequest * c.InFlight,
+		Pressure: max(0, c.Need-c.Free),
+		Pace:     c.Pace,
+	}
+}
+
+// Forecast is what would be decided on a request.
+type Forecast struct {
+	Choice
+	// Waits tells whether the request would be held back at first, behind Ahead
+	// others.
+	Waits bool
+	Ahead int
+	// Options are all of the request's replicas, in its order.
+	Options []Option
+}
+
+// Option is one replica as the choice sees it.
+type Option struct {
+	// Allowed tells whether the choice is made among such replicas as this: it
+	// is open and, as long as there are better ones, neither avoided nor in its
+	// warm-up's limits.
+	Allowed bool
+	// Matched, Hit and Uncached are as in [Choice].
+	Matched       int
+	Hit, Uncached float64
+	Load          fleet.Load
+	Costs         Costs
+}
+
+// Explain decides on a request as Submit does, and books nothing.
+func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.epoch++
+	s.match(r, now)
+	c, fits := s.choose(r, now)
+	f := Forecast{
+		Choice:  c,
+		Waits:   c.Index >= 0 && (!fits || len(s.waiting) > 0),
+		Ahead:   len(s.waiting),
+		Options: make([]Option, len(r.Replicas)),
+	}
+	for _, at := range s.choices {
+		f.Options[at].Allowed = true
+	}
+	everyone := *r
+	everyone.Caller = anybody{}
+	s.gather(&everyone, anyOpen, now)
+	for i, at := range s.choices {
+		o, p := &f.Options[at], r.Replicas[at]
+		o.Matched, o.Hit, o.Uncached = r.blocksAt(at), s.hits[i], s.cands[i].Uncached
+		o.Load, o.Costs = s.lane(p, now).load, s.Rule.Costs(&s.cands[i])
+	}
+	return f
+}
+
+// anybody is a caller to whom all replicas are open.
+type anybody struct{}
+
+func (anybody) Open(int) bool  { return true }
+func (anybody) Tried(int) bool { return false }
+func (anybody) Send(Choice)    {}
+
+// Peek returns the key that Key would return as things are, and books nothing.
+func (d *Depths) Peek(p *prompt.Prompt) uint64 {
+	if d.fixed > 0 {
+		if len(p.Chain) >= d.fixed {
+			return p.Chain[d.fixed-1]
+		}
+		return p.TurnKey
+	}
+	end := len(p.Chain)
+	if p.Turn > 0 {
+		end = p.Turn
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for depth := shallowest; depth <= end; depth *= 2 {
+		key := p.Chain[depth-1]
+		if k, ok := d.keys.Peek(key); !ok || !k.split {
+			return key
+		}
+	}
+	return p.TurnKey
+}
