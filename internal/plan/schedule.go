@@ -262,7 +262,7 @@ func (s *Scheduler) hold(r *Request, now time.Time) {
 		}
 	}
 	fair := time.Duration(backlog / max(rate, 1) * float64(time.Second))
-	r.deadline = now.Add(time.Duration(s.Terms.Slip*float64(fair)) + s.Terms.Grace)
+	r.deadline = now.Add(min(time.Duration(s.Terms.Slip*float64(fair))+s.Terms.Grace, s.Terms.Longest))
 	// Urgency grows with waiting at the same pace for all, so the order of two
 	// requests does not change with time, and the time of arrival stands for it.
 	r.least = s.leastUncached(r)
@@ -333,13 +333,17 @@ func (s *Scheduler) leastUncached(r *Request) float64 {
 // plan is the list schedule.
 func (s *Scheduler) plan(now time.Time) {
 	s.inOrder(now)
-	sent := false
+	sent, full := false, false
 	for _, w := range s.order {
+		late := now.Sub(w.arrived) >= s.Terms.Longest
+		if full && !late { // those come first
+			break
+		}
 		if sent || now.Sub(w.matched) > rematchAfter {
 			s.match(w, now)
 		}
 		c, fits := s.choose(w, now)
-		if c.Index < 0 || fits || now.Sub(w.arrived) >= s.Terms.Longest {
+		if c.Index < 0 || fits || late {
 			s.drop(w)
 			s.send(w, c, now)
 			sent = true
@@ -349,9 +353,7 @@ func (s *Scheduler) plan(now time.Time) {
 			l.inFlight++
 			l.free -= w.Tokens + w.Extra
 		}
-		if !s.anyRoom(w, now) {
-			break
-		}
+		full = !s.anyRoom(w, now)
 	}
 }
 
