@@ -25,6 +25,9 @@ To see what they do, without any server or GPU:
 	$ caddy kv-cache demo
 `,
 		CobraFunc: func(cmd *cobra.Command) {
+			// Without these a mistyped subcommand would be help and success.
+			cmd.Args = cobra.NoArgs
+			cmd.RunE = func(cmd *cobra.Command, _ []string) error { return cmd.Help() }
 			for _, subcommand := range subcommands {
 				cmd.AddCommand(subcommand())
 			}

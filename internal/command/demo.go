@@ -126,6 +126,7 @@ func completePolicies(_ *cobra.Command, _ []string, typed string) ([]string, cob
 func (f *demoFlags) run(cmd *cobra.Command) (int, error) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second Ctrl-C does not wait
 	err := f.play(ctx, cmd.OutOrStdout(), cmd.ErrOrStderr())
 	switch {
 	case err == nil:
@@ -139,8 +140,7 @@ func (f *demoFlags) run(cmd *cobra.Command) (int, error) {
 // play is the command without its environment. An error that is
 // context.Canceled says that it was interrupted before the results were there.
 func (f *demoFlags) play(ctx context.Context, out, status io.Writer) (err error) {
-	policies, err := demo.ParsePolicies(f.policies, f.options)
-	if err != nil {
+	if f.Policies, err = demo.ParsePolicies(f.policies, f.options); err != nil {
 		return err
 	}
 	d, err := demo.Start(ctx, f.Config)
@@ -149,12 +149,12 @@ func (f *demoFlags) play(ctx context.Context, out, status io.Writer) (err error)
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
 	if f.json {
-		return f.printObjects(ctx, d, policies, out, status)
+		return f.printObjects(ctx, d, out, status)
 	}
 	p := newPrinter(out)
 	p.introduce(d)
 	var outcomes []demo.Outcome
-	for _, policy := range policies {
+	for _, policy := range d.Policies() {
 		o, err := f.playOne(ctx, d, policy, status)
 		if err != nil {
 			return err
@@ -165,7 +165,7 @@ func (f *demoFlags) play(ctx context.Context, out, status io.Writer) (err error)
 	if f.noServe {
 		return nil
 	}
-	p.invite(d, policies[len(policies)-1])
+	p.invite(d, f.Policies[len(f.Policies)-1])
 	<-ctx.Done()
 	return nil
 }
@@ -176,9 +176,9 @@ func (f *demoFlags) playOne(ctx context.Context, d *demo.Demo, policy demo.Polic
 	return d.Play(ctx, policy, bar.progress)
 }
 
-func (f *demoFlags) printObjects(ctx context.Context, d *demo.Demo, policies []demo.Policy, out, status io.Writer) error {
+func (f *demoFlags) printObjects(ctx context.Context, d *demo.Demo, out, status io.Writer) error {
 	encoder := json.NewEncoder(out)
-	for _, policy := range policies {
+	for _, policy := range d.Policies() {
 		o, err := f.playOne(ctx, d, policy, status)
 		if err != nil {
 			return err

@@ -3,6 +3,7 @@
 package demo
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -36,9 +37,17 @@ const shortestPoll = 50 * time.Millisecond
 // simulated replica, does so itself.
 func (d *Demo) caddyfile(p Policy) string {
 	host, port, _ := net.SplitHostPort(d.listen)
-	bind := ""
+	site := []string{"reverse_proxy " + strings.Join(d.addrs, " ") + " {",
+		"lb_policy " + p.Name + d.block(p),
+		"transport http {", "keepalive 4s", "keepalive_idle_conns_per_host 1024", "}",
+		"header_down " + headerReplica + " {http.reverse_proxy.upstream.hostport}",
+	}
+	if p.ours() {
+		site = append(site, "header_down "+headerReason+" {http.reverse_proxy.kv_cache.reason}")
+	}
+	site = append(site, "}")
 	if host != "" {
-		bind = "bind " + host
+		site = append(site, "bind "+host)
 	}
 	return fmt.Sprintf(`{
 	admin %s
@@ -50,26 +59,17 @@ func (d *Demo) caddyfile(p Policy) string {
 	}
 }
 http://:%s {
-	%s
-	reverse_proxy %s {
-		lb_policy %s%s
-		transport http {
-			keepalive 4s
-			keepalive_idle_conns_per_host 1024
-		}
-		header_down %s {http.reverse_proxy.upstream.hostport}
-		header_down %s {http.reverse_proxy.kv_cache.reason}
-	}
+%s
 }
-`, d.admin, port, bind, list(d.addrs), p.Name, d.block(p), headerReplica, headerReason)
+`, d.admin, port, strings.Join(site, "\n"))
 }
 
 // block is the policy's block, with the polls as often as the speed asks for.
 func (d *Demo) block(p Policy) string {
 	text := p.Options
-	if p.polls() && !strings.Contains(text, "metrics_") {
+	if p.polls() && !strings.Contains(text, "metrics_interval") {
 		interval := max(shortestPoll, time.Duration(float64(d.config.Scrape)/d.config.Speed))
-		text += fmt.Sprintf("\nmetrics_interval %v", interval)
+		text = strings.TrimSpace(fmt.Sprintf("%s\nmetrics_interval %v", text, interval))
 	}
 	if text == "" {
 		return ""
@@ -77,14 +77,57 @@ func (d *Demo) block(p Policy) string {
 	return " {\n" + text + "\n}"
 }
 
-// serve runs Caddy with a configuration in place of the one before.
-func serve(caddyfile string) error {
-	adapter := caddyconfig.GetAdapter("caddyfile")
-	config, _, err := adapter.Adapt([]byte(caddyfile), map[string]any{"filename": "demo"})
+// serve runs Caddy with a configuration in place of the one before. That one is
+// stopped first: where both listen on an address for a moment, as in a reload, a
+// connection that the old one has not accepted when it closes is reset.
+func serve(ctx context.Context, caddyfile, addr string) error {
+	config, err := adapt(caddyfile)
 	if err != nil {
 		return err
 	}
+	if err := caddy.Stop(); err != nil {
+		return err
+	}
+	if err := awaitClosed(ctx, addr); err != nil {
+		return err
+	}
 	return caddy.Load(config, true)
+}
+
+// awaitClosed waits until nobody listens on an address: Caddy closes its
+// listeners some time after it said that it stopped.
+func awaitClosed(ctx context.Context, addr string) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	for {
+		c, err := new(net.Dialer).DialContext(ctx, "tcp", addr)
+		if ctx.Err() != nil {
+			return fmt.Errorf("waiting for %s to be closed: %w", addr, ctx.Err())
+		}
+		if err != nil {
+			return nil
+		}
+		c.Close()
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// validate provisions a configuration without running it.
+func validate(caddyfile string) error {
+	text, err := adapt(caddyfile)
+	if err != nil {
+		return err
+	}
+	config := new(caddy.Config)
+	if err := caddy.StrictUnmarshalJSON(text, config); err != nil {
+		return err
+	}
+	return caddy.Validate(config)
+}
+
+func adapt(caddyfile string) ([]byte, error) {
+	config, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(caddyfile), nil)
+	return config, err
 }
 
 // stopServing ends Caddy, its admin API too, which caddy.Stop leaves running.

@@ -7,9 +7,8 @@ package demo
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"strings"
+	"net"
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
@@ -32,6 +31,9 @@ const (
 
 // Config describes a demo. The zero value of a field stands for its default.
 type Config struct {
+	// Policies are to be played. Default: [DefaultPolicies].
+	Policies []Policy
+
 	// Replicas is the number of simulated replicas. Default 4.
 	Replicas int
 	// Blocks is the size of each replica's KV cache in blocks. Default 4096.
@@ -77,6 +79,11 @@ type Config struct {
 }
 
 func (c Config) withDefaults() Config {
+	if len(c.Policies) == 0 {
+		for _, name := range DefaultPolicies() {
+			c.Policies = append(c.Policies, Policy{Name: name})
+		}
+	}
 	if c.Replicas == 0 {
 		c.Replicas = DefaultReplicas
 	}
@@ -155,7 +162,7 @@ type Outcome struct {
 	load.Result
 }
 
-// Start checks a configuration, reads the trace, and starts the replicas or asks
+// Start checks a configuration and its policies, reads the trace, and starts the replicas or asks
 // the real servers for their model. The caller closes the demo.
 func Start(ctx context.Context, config Config) (*Demo, error) {
 	config = config.withDefaults()
@@ -174,9 +181,28 @@ func Start(ctx context.Context, config Config) (*Demo, error) {
 		return nil, err
 	}
 	if len(config.Upstreams) > 0 {
-		return d, d.useServers(ctx)
+		err = d.useServers(ctx)
+	} else {
+		err = d.startFleet()
 	}
-	return d, d.startFleet()
+	if err == nil {
+		err = d.checkPolicies()
+	}
+	if err != nil {
+		d.fleet.Close()
+		return nil, err
+	}
+	return d, nil
+}
+
+// checkPolicies finds faults in the last policy before the first has been played.
+func (d *Demo) checkPolicies() error {
+	for _, p := range d.config.Policies {
+		if err := validate(d.caddyfile(p)); err != nil {
+			return fmt.Errorf("policy %s: %w", p.Name, err)
+		}
+	}
+	return nil
 }
 
 func (d *Demo) startFleet() error {
@@ -211,13 +237,22 @@ func (d *Demo) useServers(ctx context.Context) error {
 }
 
 // URL is where requests are taken, without a trailing slash.
-func (d *Demo) URL() string { return "http://" + d.listen }
+func (d *Demo) URL() string {
+	host, port, _ := net.SplitHostPort(d.listen)
+	if ip := net.ParseIP(host); ip != nil && ip.IsUnspecified() {
+		host = "localhost"
+	}
+	return "http://" + net.JoinHostPort(host, port)
+}
 
 // AdminURL is where Caddy's admin API is, with /metrics in it.
 func (d *Demo) AdminURL() string { return "http://" + d.admin }
 
 // Model is the model to ask for.
 func (d *Demo) Model() string { return d.config.Model }
+
+// Policies are the policies to play.
+func (d *Demo) Policies() []Policy { return d.config.Policies }
 
 // Replicas are the addresses of the replicas.
 func (d *Demo) Replicas() []string { return d.addrs }
@@ -254,7 +289,7 @@ func (d *Demo) Play(ctx context.Context, policy Policy, progress func(done, tota
 	if err := d.chill(); err != nil {
 		return o, err
 	}
-	if err := serve(d.caddyfile(policy)); err != nil {
+	if err := serve(ctx, d.caddyfile(policy), d.listen); err != nil {
 		return o, fmt.Errorf("policy %s: %w", policy.Name, err)
 	}
 	options := d.loadOptions(progress)
@@ -304,9 +339,3 @@ func (d *Demo) Close() error {
 	d.fleet.Close()
 	return err
 }
-
-// Interrupted tells whether an error of Play is only that its context ended.
-func Interrupted(err error) bool { return errors.Is(err, context.Canceled) }
-
-// list joins addresses for the Caddyfile.
-func list(addrs []string) string { return strings.Join(addrs, " ") }

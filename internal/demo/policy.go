@@ -71,7 +71,7 @@ func ParsePolicies(names, options []string) ([]Policy, error) {
 func addOption(policies []Policy, name, text string) error {
 	found := false
 	for i := range policies {
-		if strings.Fields(policies[i].Name)[0] != name {
+		if policies[i].id() != name {
 			continue
 		}
 		found = true
@@ -87,4 +87,13 @@ func addOption(policies []Policy, name, text string) error {
 }
 
 // polls tells whether the policy polls the replicas.
-func (p Policy) polls() bool { return strings.Fields(p.Name)[0] == "kv_cache_aware" }
+func (p Policy) polls() bool { return p.id() == "kv_cache_aware" }
+
+// ours tells whether the policy is of this plugin, and so gives reasons.
+func (p Policy) ours() bool { return p.polls() || p.id() == "prefix_hash" }
+
+// id is the name without arguments.
+func (p Policy) id() string {
+	id, _, _ := strings.Cut(p.Name, " ")
+	return id
+}

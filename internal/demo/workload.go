@@ -20,8 +20,8 @@ type workload struct {
 }
 
 // builtIn is the workload of a demo: chats that share twelve long system prompts,
-// which do not all fit in one replica beside the chats, and among ten requests one
-// that shares nothing.
+// which do not all fit in one replica beside the chats, and now and then a long
+// prompt that shares nothing.
 func builtIn(seed uint64) trace.Workload {
 	return trace.Workload{
 		Seed:          seed,
@@ -32,7 +32,7 @@ func builtIn(seed uint64) trace.Workload {
 		UserTokens:    300,
 		AnswerTokens:  100,
 		Think:         4 * time.Second,
-		Ramp:          44 * time.Second,
+		Ramp:          45 * time.Second,
 		OneOffs:       16,
 		OneOffTokens:  8000,
 	}
