@@ -104,18 +104,24 @@ func TestExampleServes(t *testing.T) {
 			t.Errorf("%s is open to everyone: %d", path, a.status)
 		}
 	}
+	page := func() string {
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+metrics+"/metrics", nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(exchange(p.client, r).body)
+	}
 	at(t, fleet, first.replica()).Stop()
+	await(t, "the death of the replica to be known", func() bool {
+		return strings.Contains(page(), `caddy_kv_cache_replica_eligible{fleet="default",replica="`+first.replica()+`"} 0`)
+	})
 	for range 10 {
 		if a := p.say(content); a.replica() == first.replica() {
 			t.Errorf("an answer came from a replica that is down")
 		}
 	}
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+metrics+"/metrics", nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if page := exchange(p.client, r); !strings.Contains(string(page.body), `caddy_kv_cache_decisions_total{fleet="default",policy="kv_cache_aware",reason="match"}`) {
-		t.Errorf("no decisions on the page of metrics, status %d", page.status)
+	if !strings.Contains(page(), `caddy_kv_cache_decisions_total{fleet="default",policy="kv_cache_aware",reason="match"}`) {
+		t.Error("no decisions on the page of metrics")
 	}
 	await(t, "the access log", func() bool { return strings.Count(p.log.String(), `"matched_tokens":`) >= 12 })
 	if log := p.log.String(); !strings.Contains(log, `"replica":"`+first.replica()+`"`) || !strings.Contains(log, `"reason":"match"`) {

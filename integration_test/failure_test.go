@@ -39,10 +39,10 @@ func TestDeadUpstream(t *testing.T) {
 	}
 }
 
-// A replica that dies under load, without polling: each request that it loses goes elsewhere.
+// A replica that dies loses no request where retries of POST are allowed, and comes back into use.
 func TestUpstreamDiesAndComesBack(t *testing.T) {
 	fleet := engines(t, 3, fast)
-	p := start(t, aware(fleet.Addrs(), "", "lb_retries 2\nlb_try_interval 10ms"))
+	p := start(t, aware(fleet.Addrs(), "", "lb_retries 2\nlb_try_interval 10ms\nlb_retry_match {\nmethod POST\n}"))
 	content := text("home", 3000)
 	home := p.say(content).replica()
 	engine := at(t, fleet, home)

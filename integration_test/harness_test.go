@@ -127,15 +127,17 @@ func newProxy(tb testing.TB) *proxy {
 
 // caddyfile is the configuration of a site.
 func (p *proxy) caddyfile(directives string) string {
+	_, port, _ := net.SplitHostPort(p.addr) // of an address that freeAddr made
 	p.config++
 	return fmt.Sprintf(`%s
-http://%s {
+:%s {
 	bind 127.0.0.1
 	header X-Config %d
+	respond /caddy-ready 200
 	metrics /caddy-metrics
 	%s
 }
-`, p.options(), p.addr, p.config, directives)
+`, p.options(), port, p.config, directives)
 }
 
 // options are the global options of a Caddy that leaves others alone.
@@ -256,14 +258,15 @@ func (p *proxy) reload(directives string) {
 	if status, answer := p.load(p.caddyfile(directives)); status != http.StatusOK {
 		p.tb.Fatalf("reload: %d %s", status, answer)
 	}
-	inRow := 0
-	await(p.tb, "the new configuration to serve", func() bool {
-		p.client.CloseIdleConnections()
-		a := exchange(p.client, p.request(http.MethodGet, "/caddy-metrics", nil))
-		if inRow++; a.bad() != nil || a.header.Get("X-Config") != strconv.Itoa(p.config) {
-			inRow = 0
+	await(p.tb, "the new configuration alone to serve", func() bool {
+		for range 20 { // the system spreads new connections over both listeners
+			p.client.CloseIdleConnections()
+			a := exchange(p.client, p.request(http.MethodGet, "/caddy-ready", nil))
+			if a.bad() != nil || a.header.Get("X-Config") != strconv.Itoa(p.config) {
+				return false
+			}
 		}
-		return inRow == 4
+		return true
 	})
 }
 
@@ -271,15 +274,14 @@ func (p *proxy) reload(directives string) {
 // as name, value, name, value. A histogram counts its observations. It is 0 if there are none.
 func (p *proxy) metric(name string, labels ...string) float64 {
 	p.tb.Helper()
-	resp, err := p.client.Get("http://" + p.addr + "/caddy-metrics")
-	if err != nil {
-		p.tb.Fatal(err)
+	page := exchange(p.client, p.request(http.MethodGet, "/caddy-metrics", nil))
+	if err := page.bad(); err != nil {
+		p.tb.Fatalf("Caddy's page of metrics: %v", err)
 	}
-	defer resp.Body.Close()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(resp.Body)
+	families, err := parser.TextToMetricFamilies(bytes.NewReader(page.body))
 	if err != nil {
-		p.tb.Fatal(err)
+		p.tb.Fatalf("Caddy's page of metrics: %v", err)
 	}
 	sum := 0.0
 next:
@@ -314,6 +316,15 @@ func (p *proxy) awaitScrapes(replicas ...string) {
 			return p.metric("caddy_kv_cache_scrapes_total", "replica", addr) >= before+2
 		})
 	}
+}
+
+// awaitRefused waits until it is known that a replica refuses connections. Before that, a request may meet
+// a connection to it that is just breaking, which no policy can help.
+func (p *proxy) awaitRefused(addr string) {
+	p.tb.Helper()
+	await(p.tb, "the death of "+addr+" to be known", func() bool {
+		return p.metric("caddy_kv_cache_replica_eligible", "replica", addr) == 0
+	})
 }
 
 // awaitIdle waits until the ledger is empty to the last token.

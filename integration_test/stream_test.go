@@ -64,6 +64,7 @@ func TestEngineDiesMidStream(t *testing.T) {
 	case <-time.After(patience):
 		t.Fatal("the client was not told that the engine died")
 	}
+	p.awaitRefused(s.replica())
 	for i := range 10 {
 		for _, c := range []string{content, text(fmt.Sprint("other ", i), 1000)} {
 			if a := p.say(c); a.replica() == s.replica() {
