@@ -3,11 +3,13 @@
 package command
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"os"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
 	"github.com/schollz/progressbar/v3"
 	"golang.org/x/term"
@@ -39,35 +41,43 @@ func isTerminal(w io.Writer) bool {
 
 // introduce says what runs where.
 func (p *printer) introduce(d *demo.Demo) {
+	replicas := strings.Join(d.Replicas(), " ")
 	if d.Simulated() {
-		fmt.Fprintf(p, "%d simulated replicas of %d KV cache tokens, on a clock %g times as fast:\n",
-			len(d.Replicas()), d.CacheTokens(), d.Speed())
+		p.say("%d simulated replicas with a KV cache of %d tokens each, on a clock %g times as fast as yours: %s",
+			len(d.Replicas()), d.CacheTokens(), d.Speed(), replicas)
 	} else {
-		fmt.Fprintf(p, "%d real servers, model %s:\n", len(d.Replicas()), d.Model())
+		p.say("%d real servers, model %s: %s", len(d.Replicas()), d.Model(), replicas)
+		p.say("Prompts begin with random characters, others for each policy, so that no run finds what another left in the caches.")
 	}
-	p.wrap("  ", d.Replicas())
-	fmt.Fprintf(p, "Caddy takes requests at %s%s%s and plays %d per policy.\n", p.bold, d.URL(), p.plain, d.Requests())
-	if !d.Simulated() {
-		fmt.Fprintln(p, "Prompts begin with random characters, others for each policy, so that no run")
-		fmt.Fprintln(p, "finds what another left in the caches.")
+	p.stress("Caddy takes requests at %s", d.URL())
+	p.say("Each policy gets the same %d requests.", d.Requests())
+	fmt.Fprintln(p)
+}
+
+// say writes text in lines of at most width characters.
+func (p *printer) say(format string, args ...any) {
+	line := 0
+	for i, word := range strings.Fields(fmt.Sprintf(format, args...)) {
+		n := utf8.RuneCountInString(word)
+		switch {
+		case i > 0 && line+1+n > width:
+			fmt.Fprintln(p)
+			line = 0
+		case i > 0:
+			fmt.Fprint(p, " ")
+			line++
+		}
+		fmt.Fprint(p, word)
+		line += n
 	}
 	fmt.Fprintln(p)
 }
 
-// wrap writes words in lines of at most width characters.
-func (p *printer) wrap(indent string, words []string) {
-	line := indent
-	for i, word := range words {
-		if i > 0 && len(line)+1+len(word) > width {
-			fmt.Fprintln(p, line)
-			line = indent
-		}
-		if line != indent {
-			line += " "
-		}
-		line += word
-	}
-	fmt.Fprintln(p, line)
+// stress is say in bold.
+func (p *printer) stress(format string, args ...any) {
+	fmt.Fprint(p, p.bold)
+	defer fmt.Fprint(p, p.plain)
+	p.say(format, args...)
 }
 
 // table compares policies, against the first of them.
@@ -94,15 +104,15 @@ func baseOf(outcomes []demo.Outcome) int {
 
 // explain says what to look at.
 func (p *printer) explain(outcomes []demo.Outcome, base demo.Outcome) {
-	best := slices.MinFunc(outcomes, func(a, b demo.Outcome) int { return compare(a.TTFT.Mean, b.TTFT.Mean) })
-	fmt.Fprintf(p, `Hit rate is the share of prompt tokens that replicas had in their KV cache. What
-they had not is computed before the first token (TTFT, in seconds; mean × is
-against %s). Spread is the busiest replica's computing over a fair share:
-1.00 is even.
-`, base.Policy)
+	p.say(`Hit rate is the share of prompt tokens that replicas had in their KV cache. What they had not is
+		computed before the first token (TTFT, in seconds; mean × is against %s). Spread is the busiest
+		replica's computing over a fair share: 1.00 is even.`, base.Policy)
+	if limit := base.OneCacheHitRate; limit > 0 {
+		p.say("One cache as large as those of all replicas together would have a hit rate of about %.1f%%.", 100*limit)
+	}
+	best := slices.MinFunc(outcomes, func(a, b demo.Outcome) int { return cmp.Compare(a.TTFT.Mean, b.TTFT.Mean) })
 	if best.Policy != base.Policy && best.TTFT.Mean > 0 {
-		fmt.Fprintf(p, "%sLook at the TTFT: with %s it is %s that of %s.%s\n",
-			p.bold, best.Policy, times(best.TTFT.Mean, base.TTFT.Mean), base.Policy, p.plain)
+		p.stress("Look at the TTFT: with %s it is %s that of %s.", best.Policy, times(best.TTFT.Mean, base.TTFT.Mean), base.Policy)
 	}
 }
 
@@ -110,16 +120,16 @@ against %s). Spread is the busiest replica's computing over a fair share:
 func (p *printer) warn(outcomes []demo.Outcome) {
 	for _, o := range outcomes {
 		if failed := o.Measured - o.Succeeded; failed > 0 {
-			fmt.Fprintf(p, "Warning: %s: %d of %d requests failed: %s.\n", o.Policy, failed, o.Measured, kinds(o.Failures))
+			p.say("Warning: %s: %d of %d requests failed: %s.", o.Policy, failed, o.Measured, kinds(o.Failures))
 		}
-		if o.CachedReported == 0 && o.Succeeded > 0 {
-			fmt.Fprintf(p, "Warning: %s: the servers did not tell hits (vLLM: --enable-prompt-tokens-details).\n", o.Policy)
+		if hitsUnknown(o) {
+			p.say("Warning: %s: the servers did not tell hits; start vLLM with --enable-prompt-tokens-details.", o.Policy)
 		}
-		if o.Lag.P90 > 0.1*o.TTFT.Mean && o.Lag.P90 > 0.01 {
-			fmt.Fprintf(p, "Warning: %s: this machine sent requests late (p90 %ss); use a lower --speed.\n", o.Policy, seconds(o.Lag.P90))
+		if o.Lag.P90 > max(0.01, 0.2*o.TTFT.Mean) {
+			p.say("Warning: %s: this machine sent requests late (p90 %s s), which counts as TTFT; use a lower --speed.", o.Policy, seconds(o.Lag.P90))
 		}
 		if o.HeldRequests > 0 {
-			fmt.Fprintf(p, "Warning: %s: %d requests waited, as too many were under way.\n", o.Policy, o.HeldRequests)
+			p.say("Warning: %s: %d requests waited to be sent, as too many were under way.", o.Policy, o.HeldRequests)
 		}
 	}
 }
@@ -141,11 +151,14 @@ Press Ctrl-C to end.
 }
 
 func hitRate(o demo.Outcome) string {
-	if o.CachedReported == 0 && o.Succeeded > 0 {
+	if hitsUnknown(o) {
 		return "unknown"
 	}
 	return fmt.Sprintf("%.1f%%", 100*o.HitRate)
 }
+
+// hitsUnknown tells whether no answer stated cached tokens.
+func hitsUnknown(o demo.Outcome) bool { return o.CachedReported == 0 && o.Succeeded > 0 }
 
 // seconds has three digits where there are any to tell.
 func seconds(s float64) string {
@@ -167,16 +180,6 @@ func times(v, base float64) string {
 	return fmt.Sprintf("%.2f×", v/base)
 }
 
-func compare(a, b float64) int {
-	switch {
-	case a < b:
-		return -1
-	case a > b:
-		return 1
-	}
-	return 0
-}
-
 // kinds lists counts by kind, the most frequent first.
 func kinds(counts map[string]int) string {
 	var names []string
@@ -184,10 +187,7 @@ func kinds(counts map[string]int) string {
 		names = append(names, name)
 	}
 	slices.SortFunc(names, func(a, b string) int {
-		if counts[a] != counts[b] {
-			return counts[b] - counts[a]
-		}
-		return strings.Compare(a, b)
+		return cmp.Or(cmp.Compare(counts[b], counts[a]), cmp.Compare(a, b))
 	})
 	for i, name := range names {
 		names[i] = fmt.Sprintf("%d %s", counts[name], name)

@@ -53,6 +53,8 @@ func (d *Demo) caddyfile(p Policy) string {
 	admin %s
 	persist_config off
 	auto_https off
+	storage_check off
+	storage_clean_interval off
 	grace_period 300ms
 	log {
 		level ERROR

@@ -146,6 +146,7 @@ type Demo struct {
 	admin    string
 	fleet    enginesim.Fleet // nil with real servers
 	addrs    []string
+	oneCache float64
 	fresh    bool // no policy has used the replicas yet
 }
 
@@ -155,6 +156,10 @@ type Outcome struct {
 	Policy string `json:"policy"`
 	// Options is the text of the policy's block in the Caddyfile.
 	Options string `json:"options,omitempty"`
+	// OneCacheHitRate is the hit rate of the same requests in a single cache as
+	// large as those of all simulated replicas together; see
+	// [trace.OneCacheHitRate]. 0 with real servers.
+	OneCacheHitRate float64 `json:"one_cache_hit_rate,omitempty"`
 	// WallSeconds is how long the run took.
 	WallSeconds float64 `json:"wall_seconds"`
 	// Speed is how many of the result's seconds passed in a real one.
@@ -219,7 +224,8 @@ func (d *Demo) startFleet() error {
 		return fmt.Errorf("starting the simulated replicas: %w", err)
 	}
 	d.fleet, d.addrs = fleet, fleet.Addrs()
-	return nil
+	d.oneCache, err = trace.OneCacheHitRate(d.workload.all(), len(fleet)*d.CacheTokens(), d.config.BlockTokens)
+	return err
 }
 
 func (d *Demo) useServers(ctx context.Context) error {
@@ -271,12 +277,6 @@ func (d *Demo) CacheTokens() int {
 	return enginesim.Config{Blocks: d.config.Blocks, BlockTokens: d.config.BlockTokens}.CapacityTokens()
 }
 
-// OneCacheHitRate is the hit rate of the workload in a single cache as large as
-// all simulated replicas' together; see [trace.OneCacheHitRate].
-func (d *Demo) OneCacheHitRate() (float64, error) {
-	return trace.OneCacheHitRate(d.workload.all(), len(d.addrs)*d.CacheTokens(), d.config.BlockTokens)
-}
-
 // Play puts a policy in charge and plays the workload from its start, with cold
 // replicas: simulated ones are restarted, and for real servers every prompt of
 // the run begins with a few characters that no run before had. progress, which
@@ -285,7 +285,7 @@ func (d *Demo) OneCacheHitRate() (float64, error) {
 // Caddy keeps serving with the policy after Play. When ctx ends, the outcome is
 // that of the requests that were done.
 func (d *Demo) Play(ctx context.Context, policy Policy, progress func(done, total int)) (Outcome, error) {
-	o := Outcome{Policy: policy.Name, Options: policy.Options, Speed: d.config.Speed}
+	o := Outcome{Policy: policy.Name, Options: policy.Options, OneCacheHitRate: d.oneCache, Speed: d.config.Speed}
 	if err := d.chill(); err != nil {
 		return o, err
 	}
