@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package selection
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net/http"
+	"testing"
+	"time"
+
+	"github.com/caddyserver/caddy/v2"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+)
+
+// traffic makes requests like those that the proxy hands to a policy, as
+// cheaply as that goes, since their making is measured as well.
+type traffic struct {
+	body []byte
+}
+
+func (f *traffic) request() (*http.Request, context.CancelFunc) {
+	ctx, leave := context.WithCancel(context.WithValue(
+		context.WithValue(context.Background(), caddyhttp.VarsCtxKey, make(map[string]any)),
+		caddy.ReplacerCtxKey, caddy.NewReplacer()))
+	r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://x/v1/completions", bytes.NewReader(f.body))
+	if err != nil {
+		panic(err)
+	}
+	r.Header.Set("Content-Type", "application/json")
+	return r, leave
+}
+
+// serve chooses for one request, reads its body, and ends it.
+func (f *traffic) serve(p reverseproxy.Selector, pool reverseproxy.UpstreamPool, room []byte) {
+	r, leave := f.request()
+	if p.Select(pool, r, nil) == nil {
+		panic("refused")
+	}
+	for {
+		if _, err := r.Body.Read(room); err != nil {
+			break
+		}
+	}
+	_ = r.Body.Close()
+	leave()
+}
+
+// perServe times a policy without the benchmark's own clock, so that two can
+// be compared within one run.
+func (f *traffic) perServe(p reverseproxy.Selector, pool reverseproxy.UpstreamPool, rounds int) float64 {
+	room := make([]byte, 32<<10)
+	began := time.Now()
+	for range rounds {
+		f.serve(p, pool, room)
+	}
+	return float64(time.Since(began).Nanoseconds()) / float64(rounds)
+}
+
+// BenchmarkSelect is a whole request's part in a policy, making it and reading
+// its body included, and how that compares with Caddy's own least_conn.
+func BenchmarkSelect(b *testing.B) {
+	for _, policy := range []string{"kv_cache_aware", "prefix_hash"} {
+		for _, size := range []int{2 << 10, 32 << 10, 512 << 10} {
+			for _, n := range []int{1, 8, 64, 512} {
+				b.Run(fmt.Sprintf("%s/%dKiB/%d", policy, size>>10, n), func(b *testing.B) {
+					p := benchPolicy(b, policy)
+					pool := poolOf(n)
+					f := &traffic{body: []byte(completionOf(words("bench", size)))}
+					f.perServe(p, pool, 100)
+					plain := f.perServe(new(reverseproxy.LeastConnSelection), pool, 2000)
+					room := make([]byte, 32<<10)
+					b.ReportAllocs()
+					for b.Loop() {
+						f.serve(p, pool, room)
+					}
+					per := float64(b.Elapsed().Nanoseconds()) / float64(b.N)
+					b.ReportMetric(per/plain, "x-of-least_conn")
+					b.ReportMetric((per-plain)/1000, "extra-µs")
+				})
+			}
+		}
+	}
+}
+
+// BenchmarkSelectParallel tells how far concurrent requests are in each other's
+// way.
+func BenchmarkSelectParallel(b *testing.B) {
+	for _, policy := range []string{"kv_cache_aware", "prefix_hash"} {
+		b.Run(policy, func(b *testing.B) {
+			p := benchPolicy(b, policy)
+			pool := poolOf(64)
+			f := &traffic{body: []byte(completionOf(words("bench", 8<<10)))}
+			f.perServe(p, pool, 100)
+			alone := f.perServe(p, pool, 3000)
+			b.ResetTimer()
+			b.RunParallel(func(pb *testing.PB) {
+				room := make([]byte, 32<<10)
+				for pb.Next() {
+					f.serve(p, pool, room)
+				}
+			})
+			b.ReportMetric(alone/(float64(b.Elapsed().Nanoseconds())/float64(b.N)), "x-of-one-at-a-time")
+		})
+	}
+}
+
+func benchPolicy(b *testing.B, policy string) reverseproxy.Selector {
+	if policy == "prefix_hash" {
+		return loadHash(b, `{}`)
+	}
+	return loadAware(b, `{}`)
+}
