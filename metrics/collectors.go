@@ -18,7 +18,7 @@ func Register(r *prometheus.Registry) error {
 	if r == nil {
 		return nil
 	}
-	all := []prometheus.Collector{fleets}
+	all := append(groupCollectors(), fleets)
 	for _, v := range vectors {
 		all = append(all, v)
 	}
