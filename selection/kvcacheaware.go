@@ -231,6 +231,7 @@ func (p *KVCacheAware) ask(d *decision, pool reverseproxy.UpstreamPool, r *http.
 	a.Replicas, a.room = p.replicas(pool, a.room, now)
 	a.Chain, a.Key = d.prompt.Chain, d.prompt.TurnKey
 	a.Tokens, a.Extra, a.PerBlock = p.tokens(&d.prompt), p.extraTokens(&d.prompt), p.tokensPerBlock(&d.prompt)
+	a.Beyond = a.PerBlock / 2
 	a.Caller, a.Holder = a, nil
 	if prefix := p.fleet.Prefix(&a.prefix, a.Chain, a.PerBlock); prefix != nil {
 		a.Holder = prefix

@@ -283,7 +283,11 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 	if !whole {
 		return believed
 	}
-	return max(sure, min(believed, float64(p.expects(x.chain))*x.perBlock))
+	expected := p.expects(x.chain)
+	if expected >= int(believed/x.perBlock) {
+		return believed
+	}
+	return max(sure, float64(expected)*x.perBlock)
 }
 
 func (x *Prefix) align(block int) (kvevents.Aligned, bool) {

@@ -62,6 +62,10 @@ type Request struct {
 	Chain            []uint64
 	Tokens, PerBlock float64
 	Extra            float64
+	// Beyond is how far a match reaches beyond its last full block on average,
+	// in tokens: half a block, where the blocks are cut without regard to where
+	// prompts differ.
+	Beyond float64
 	// Key makes the rendezvous order.
 	Key uint64
 	// Replicas are those to choose from, and Caller knows more of them.
@@ -301,7 +305,7 @@ func (s *Scheduler) match(r *Request, now time.Time) {
 		return
 	}
 	for _, p := range r.Replicas {
-		r.held = append(r.held, r.Holder.Held(p, float64(p.Matched(r.blocks))*r.PerBlock))
+		r.held = append(r.held, r.Holder.Held(p, r.believed(p)))
 	}
 }
 
@@ -310,13 +314,23 @@ func (r *Request) heldBy(i int) float64 {
 	if r.Holder != nil {
 		return r.held[i]
 	}
-	return float64(r.Replicas[i].Matched(r.blocks)) * r.PerBlock
+	return r.believed(r.Replicas[i])
+}
+
+// believed is how many of the prompt's tokens a replica is believed to hold.
+func (r *Request) believed(p *fleet.Replica) float64 {
+	m := p.Matched(r.blocks)
+	if m == 0 {
+		return 0
+	}
+	tokens := float64(m) * r.PerBlock
+	return tokens + max(0, min(r.Beyond, (r.Tokens-tokens)/2))
 }
 
 // blocksAt is the same in blocks of the chain.
 func (r *Request) blocksAt(i int) int {
 	if r.Holder != nil {
-		return min(len(r.Chain), int(math.Round(r.held[i]/r.PerBlock)))
+		return min(len(r.Chain), int(r.held[i]/r.PerBlock))
 	}
 	return r.Replicas[i].Matched(r.blocks)
 }
