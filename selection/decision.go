@@ -43,6 +43,7 @@ type attempt struct {
 
 	replica *fleet.Replica
 	matched int // blocks believed held there
+	failed  bool
 	reason  Reason
 	key     uint64        // hash of the prompt's leading part, 0 without one
 	cost    float64       // of the choice, NaN where there are no costs
@@ -155,9 +156,10 @@ func (d *decision) latest() *attempt {
 // prompt, and is avoided for a while.
 func (d *decision) retract(now time.Time) {
 	a := d.latest()
-	if a == nil {
+	if a == nil || a.failed { // after it, no replica was available
 		return
 	}
+	a.failed = true
 	a.Abort(now)
 	a.replica.Failed(now)
 	a.replica.Lacks(d.prompt.Chain, a.matched)

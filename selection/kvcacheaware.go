@@ -272,7 +272,7 @@ func (a *asking) find(addr string) int {
 
 // Open implements plan.Caller.
 func (a *asking) Open(i int) bool {
-	if a.pinned >= 0 && i != a.pinned {
+	if a.pinned >= 0 && i != a.pinned && a.pool[a.pinned].Available() {
 		return false
 	}
 	if a.pool[i].Available() {
@@ -316,7 +316,7 @@ func (a *asking) Send(c plan.Choice) {
 
 func (a *asking) reasonOf(c plan.Choice) Reason {
 	switch {
-	case a.pinned >= 0:
+	case a.pinned >= 0 && c.Index == a.pinned:
 		return ReasonPinned
 	case c.Open == 1:
 		return ReasonOnly

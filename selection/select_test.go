@@ -148,6 +148,28 @@ func TestFailedAttemptIsTakenBack(t *testing.T) {
 	}
 }
 
+// While a request is tried again and finds nobody available, its one failure
+// counts once.
+func TestFailureCountsOnce(t *testing.T) {
+	aware, hash := loadAware(t, `{}`), loadHash(t, `{}`)
+	for _, p := range []struct {
+		reverseproxy.Selector
+		*core
+	}{{aware, &aware.core}, {hash, &hash.core}} {
+		pool := poolOf(1)
+		c := complete("hello")
+		p.Select(pool, c.Request, nil)
+		for range 20 {
+			p.Select(nil, c.Request, nil)
+		}
+		replica := p.fleet.Replica(pool[0].Dial, time.Now())
+		if replica.Avoided(time.Now().Add(3*time.Second)) == fleet.Failing {
+			t.Errorf("%s: one failure is held against the replica many times", p.policy)
+		}
+		c.left(t, p.core)
+	}
+}
+
 // An engine that refuses a request has not computed it.
 func TestRefusedPromptIsNotHeld(t *testing.T) {
 	p := loadAware(t, `{}`)
