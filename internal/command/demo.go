@@ -40,7 +40,9 @@ times are by that clock.
 To measure with recorded traffic, give a --trace: a file of JSON lines or a
 directory of them, in the format of the Mooncake traces (timestamp,
 input_length, output_length, hash_ids), of chat sessions (timestamp, input,
-output, session_id) or of a request log (timestamp, path, body).
+output, session_id) or of a request log (timestamp, path, body). Sessions send
+their next request when the last was answered; without sessions, requests are
+sent at their time, whatever became of those before.
 
 To measure real servers, name them with --upstream. They cannot be restarted
 between policies; instead all prompts of a run begin with the same few random
@@ -88,6 +90,9 @@ func newDemo() *cobra.Command {
 	flags.StringArrayVar(&f.options, "option", nil, "policy=text, a line of the policy's Caddyfile block (repeatable)")
 	flags.BoolVar(&f.json, "json", false, "print a JSON object per policy and exit")
 	flags.BoolVar(&f.noServe, "no-serve", false, "exit after the table")
+	for _, simulated := range []string{"replicas", "blocks", "block-tokens", "prefill-rate", "speed"} {
+		cmd.MarkFlagsMutuallyExclusive("upstream", simulated)
+	}
 	f.complete(cmd)
 	cmd.RunE = caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) {
 		return f.run(cmd)
@@ -118,7 +123,9 @@ func completePolicies(_ *cobra.Command, _ []string, typed string) ([]string, cob
 	before := typed[:strings.LastIndexByte(typed, ',')+1]
 	var names []string
 	for _, name := range demo.KnownPolicies() {
-		names = append(names, before+name)
+		if strings.HasPrefix(before+name, typed) {
+			names = append(names, before+name)
+		}
 	}
 	return names, cobra.ShellCompDirectiveNoFileComp | cobra.ShellCompDirectiveNoSpace
 }

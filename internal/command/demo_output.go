@@ -137,15 +137,15 @@ func (p *printer) warn(outcomes []demo.Outcome) {
 // invite tells how to go on by hand.
 func (p *printer) invite(d *demo.Demo, policy demo.Policy) {
 	fmt.Fprintf(p, `
-Caddy keeps serving with %s%s%s. Send a request of your own, twice, and see
-X-Replica, X-Reason and usage.prompt_tokens_details.cached_tokens:
+Caddy keeps serving with %[1]s%[2]s%[3]s. Send a request of your own, twice, and
+look at X-Replica, X-Reason and cached_tokens:
 
-  curl -i %s/v1/chat/completions -H 'Content-Type: application/json' \
-    -d '{"model": %q, "max_tokens": 16, "messages":
-         [{"role": "user", "content": "A long prompt, of 64 characters or more, is worth a cache hit."}]}'
+  curl -si %[4]s/v1/chat/completions --json '{"model": %[5]q,
+    "max_tokens": 8, "messages": [{"role": "user",
+    "content": "'"$(seq -s ' ' 500)"'"}]}'
 
-Metrics of Caddy:    curl %s/metrics
-Metrics of a replica: curl http://%s/metrics
+Metrics of Caddy:     %[6]s/metrics
+Metrics of a replica: http://%[7]s/metrics
 Press Ctrl-C to end.
 `, p.bold, policy.Name, p.plain, d.URL(), d.Model(), d.AdminURL(), d.Replicas()[0])
 }

@@ -191,6 +191,8 @@ func TestFaultyCommandLines(t *testing.T) {
 		{[]string{"--replicas", "many"}, `invalid argument "many"`},
 		{[]string{"--replicas", "-1"}, "replicas is -1"},
 		{[]string{"--listen", "127.0.0.1:99999"}, "cannot listen on 127.0.0.1:99999"},
+		{[]string{"--upstream", "127.0.0.1:1", "--speed", "3"}, "[speed upstream]"},
+		{[]string{"--upstream", "127.0.0.1:1"}, "upstream 127.0.0.1:1: "},
 		{[]string{"--no-such-flag"}, "unknown flag"},
 		{[]string{"surplus"}, "unknown command"},
 	} {
@@ -201,15 +203,18 @@ func TestFaultyCommandLines(t *testing.T) {
 }
 
 func TestCompletePolicies(t *testing.T) {
-	for typed, want := range map[string]string{
-		"":                         "kv_cache_aware",
-		"round":                    "round_robin",
-		"least_conn,":              "least_conn,prefix_hash",
-		"least_conn,prefix_hash,k": "least_conn,prefix_hash,kv_cache_aware",
+	for _, c := range []struct {
+		typed string
+		want  []string
+	}{
+		{"round", []string{"round_robin"}},
+		{"least_conn,rand", []string{"least_conn,random", "least_conn,random_choose"}},
+		{"least_conn,prefix_hash,k", []string{"least_conn,prefix_hash,kv_cache_aware"}},
+		{"no_such", nil},
 	} {
-		names, directive := completePolicies(nil, nil, typed)
-		if !slices.Contains(names, want) || directive&cobra.ShellCompDirectiveNoFileComp == 0 {
-			t.Errorf("%q: got %v, %v; want %s among them", typed, names, directive, want)
+		names, directive := completePolicies(nil, nil, c.typed)
+		if !slices.Equal(names, c.want) || directive&cobra.ShellCompDirectiveNoFileComp == 0 {
+			t.Errorf("%q: got %v, %v; want %v", c.typed, names, directive, c.want)
 		}
 	}
 }

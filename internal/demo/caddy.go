@@ -32,7 +32,8 @@ const (
 // shortestPoll is what kv_cache_aware allows.
 const shortestPoll = 50 * time.Millisecond
 
-// caddyfile is the configuration in which the policy has the replicas.
+// caddyfile is the configuration in which the policy has the replicas. Requests
+// that fail are not logged: the outcome counts them.
 // Connections to them are closed before the 5 s after which vLLM, and the
 // simulated replica, does so itself.
 func (d *Demo) caddyfile(p Policy) string {
@@ -58,6 +59,7 @@ func (d *Demo) caddyfile(p Policy) string {
 	grace_period 300ms
 	log {
 		level ERROR
+		exclude http.log.error
 	}
 }
 http://:%s {
