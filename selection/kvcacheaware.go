@@ -77,6 +77,11 @@ type KVCacheAware struct {
 	FallbackRaw json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.reverse_proxy.selection_policies inline_key=policy"`
 	fallback    reverseproxy.Selector
 
+	// A file to write a line to for each request. Default: none.
+	Capture *Capture `json:"capture,omitempty"`
+
+	Rollout
+
 	core
 	schedule *plan.Scheduler
 	pump     *pump
@@ -123,13 +128,14 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 		changed:    func(now time.Time) { p.schedule.Event(now) },
 		explain:    p.explain,
 		waiting:    func() int { return p.schedule.Waiting() },
+		capture:    p.Capture,
 	}); err != nil {
 		return err
 	}
 	p.schedule = plan.NewScheduler(fleet.Process.Index, p.fleet.Rate)
 	p.schedule.Rule = plan.Rule{MatchWeight: p.MatchWeight, PerRequest: p.RequestCost}
 	p.pump = newPump(p.schedule)
-	return nil
+	return p.Rollout.provision(ctx, &p.core)
 }
 
 // Validate checks the options.
@@ -153,7 +159,10 @@ func (p *KVCacheAware) Validate() error {
 }
 
 // Cleanup lets go of the replicas.
-func (p *KVCacheAware) Cleanup() error { return p.core.cleanup() }
+func (p *KVCacheAware) Cleanup() error {
+	p.Rollout.cleanup()
+	return p.core.cleanup()
+}
 
 // Select returns the upstream for the request, or nil if none is available. It
 // may hold the request back while the replica where it costs least is busy.
@@ -163,11 +172,14 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	if !first {
 		d.retract(start)
 	}
+	if first && d.reason == "" && p.KVEvents != nil {
+		d.pupil, d.path = p.fleet, r.URL.Path
+	}
+	if p.otherDecides(d) {
+		return p.selectOther(d, pool, r, w, start)
+	}
 	if d.reason != "" {
 		return p.fallBack(p.fallback, d, pool, r, w, start)
-	}
-	if first && p.KVEvents != nil {
-		d.pupil, d.path = p.fleet, r.URL.Path
 	}
 	a := p.ask(d, pool, r, start)
 	sent := p.schedule.Submit(&a.Request, start)
@@ -278,7 +290,9 @@ func (a *asking) Open(i int) bool {
 	if a.pool[i].Available() {
 		return true
 	}
-	a.Replicas[i].Unavailable(a.start)
+	if !a.pool[i].Healthy() { // and not just full
+		a.Replicas[i].Unavailable(a.start)
+	}
 	return false
 }
 

@@ -469,8 +469,11 @@ func (p *Replica) firstTokens(s *metrics.Snapshot, worked float64, now time.Time
 		// They had one after all.
 		p.sent += uint64(extra)
 		p.past += uint64(extra)
+		p.unsure -= uint64(extra)
 	}
-	p.unsure = 0
+	if p.unstarted() == 0 {
+		p.unsure = 0
+	}
 	switch {
 	case ours > float64(p.sent):
 		p.foreign.add(ours-float64(p.sent), now)

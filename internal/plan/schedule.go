@@ -181,11 +181,9 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	r.arrived, r.bound, r.ready = now, false, nil // it may be used again
 	s.match(r, now)
 	full := len(s.waiting) >= s.Terms.Waiting
-	if len(s.waiting) == 0 || full {
-		if c, fits := s.choose(r, now); fits || full || c.Index < 0 {
-			s.send(r, c, now)
-			return true
-		}
+	if c, fits := s.choose(r, now); full || c.Index < 0 || fits && len(s.waiting) == 0 {
+		s.send(r, c, now)
+		return true
 	}
 	r.ready = make(chan struct{})
 	s.hold(r, now)
@@ -235,8 +233,10 @@ func (s *Scheduler) Next(now time.Time) (time.Time, bool) {
 	s.epoch++
 	soonest := math.Inf(1)
 	for _, p := range s.waiting[0].Replicas {
-		l := s.lane(p, now)
-		soonest = min(soonest, (l.load.Queue-l.roomy)/l.load.Rate)
+		// A replica with room that was passed over is no event to wait for.
+		if l := s.lane(p, now); l.load.Queue > l.roomy {
+			soonest = min(soonest, (l.load.Queue-l.roomy)/l.load.Rate)
+		}
 	}
 	soonest = min(max(soonest, shortestPause.Seconds()), longestPause.Seconds())
 	return now.Add(time.Duration(soonest * float64(time.Second))), true
