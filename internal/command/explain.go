@@ -130,11 +130,11 @@ func printExplanation(out io.Writer, x *admin.Explanation) {
 	fmt.Fprintln(out)
 	switch {
 	case x.Replica != "":
-		fmt.Fprintf(out, "goes to %s: %s (%s)\n", clean(x.Replica), because[x.Reason], x.Reason)
+		fmt.Fprintf(out, "goes to %s (%s):\n  %s\n", clean(x.Replica), x.Reason, because[x.Reason])
 	case x.Reason == "none":
 		fmt.Fprintf(out, "goes nowhere: %s\n", because[x.Reason])
 	default:
-		fmt.Fprintf(out, "the fallback policy decides: %s (%s)\n", because[x.Reason], x.Reason)
+		fmt.Fprintf(out, "the fallback policy decides (%s):\n  %s\n", x.Reason, because[x.Reason])
 	}
 	if x.Waits {
 		fmt.Fprintf(out, "is held back until there is room, behind %s\n", plural(x.Ahead, "request"))

@@ -3,6 +3,7 @@
 package command
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -13,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
@@ -31,7 +33,7 @@ var chat = admin.Fleet{
 		replica("vllm-2:8000", func(r *admin.Replica) {
 			r.Engine, r.Scrape.Age, r.Scrape.Error = nil, nil, "dial tcp: \x1b[31mconnection refused"
 		}),
-		replica("vllm-3:8000", func(r *admin.Replica) { r.Learned.Trust = 0.31 }),
+		replica("vllm-3:8000", func(r *admin.Replica) { r.Learned.Trust = 0.31; r.Engine.Facts["prefix_hit_ratio"] = 0.12 }),
 		replica("vllm-4:8000", func(r *admin.Replica) { r.Ledger.Queued = 1_234_567 }),
 		replica("vllm-5:8000", func(r *admin.Replica) { r.Learned.PrefillRate = 1200; r.Available = false }),
 	},
@@ -122,10 +124,11 @@ func TestStatus(t *testing.T) {
 	for _, part := range []string{
 		"chat  kv_cache_aware  4 of 6 replicas eligible, 1 request held back",
 		"hit rate 71% as the engines count, 95% of the predicted hits confirmed",
-		"…ce.svc.cluster.local:8000",
+		"…c.cluster.local:8000 eligible",
 		"! vllm-1:8000 is avoided: hung, with 7 requests in flight",
 		"! vllm-2:8000 can't be scraped: dial tcp: \uFFFD[31mconnection refused",
 		"! vllm-3:8000 has only 31% of the hits that are predicted",
+		"! vllm-3:8000 has a hit rate of 12%; the median is 71%",
 		"! vllm-4:8000 has piled up 1.2M uncached tokens; the median is 3.1k",
 		"! vllm-5:8000 is unhealthy or full in Caddy's eyes",
 		"! vllm-5:8000 is slow: 1.2k tokens a second; the median is 10k",
@@ -204,7 +207,7 @@ func TestExplain(t *testing.T) {
 	}
 	for _, part := range []string{
 		"chat (kv_cache_aware): API chat, 12k tokens in 190 blocks up to max_body",
-		"goes to vllm-1:8000: another holds more of the prompt, but costs more (balance)",
+		"goes to vllm-1:8000 (balance):\n  another holds more of the prompt, but costs more\n",
 		"is held back until there is room, behind 2 requests",
 		"> vllm-1:8000", "full", "drained", "92k",
 	} {
@@ -222,11 +225,11 @@ func TestExplainOtherwise(t *testing.T) {
 		part string
 	}{
 		{admin.Explanation{Policy: "kv_cache_aware", Reason: "none"}, "goes nowhere: no replica is available"},
-		{admin.Explanation{Policy: "kv_cache_aware", Reason: "no_prompt"}, "the fallback policy decides: the path is of no API"},
+		{admin.Explanation{Policy: "kv_cache_aware", Reason: "no_prompt"}, "the fallback policy decides (no_prompt):\n  the path is of no API"},
 		{admin.Explanation{Policy: "prefix_hash", Reason: "overflow", Replica: "b", Candidates: []admin.Candidate{
 			{Replica: "b", State: "eligible", Available: true, Chosen: true, Place: some(2), Outstanding: some(1500.0)},
 			{Replica: "c", State: "eligible", Available: true},
-		}}, "goes to b: the prompt's home is over its bound"},
+		}}, "goes to b (overflow):\n  the prompt's home is over its bound"},
 	} {
 		addr, _ := standIn(t, map[string]any{"/kv_cache/explain": c.x})
 		out, err := execute(t, "{}", "explain", "-", "--address", addr)
@@ -303,6 +306,52 @@ func TestCompletion(t *testing.T) {
 			t.Errorf("%v completes to %q, %v", c.args, out, err)
 		}
 	}
+}
+
+// TestTop looks twice: what grew in between is the rate.
+func TestTop(t *testing.T) {
+	addr, _ := standIn(t, map[string]any{"/kv_cache/fleets": []admin.Fleet{chat}})
+	ctx, stop := context.WithCancel(t.Context())
+	var out pages
+	out.enough = stop
+	f := &topFlags{endpoint: endpoint{address: addr}, interval: shortestLook}
+	if err := f.run(ctx, &out); err != nil {
+		t.Fatal(err)
+	}
+	if len(out.shown) < 2 || !strings.Contains(out.shown[1], "0 requests/s  0 prompt tokens/s computed") {
+		t.Errorf("top showed %q", out.shown)
+	}
+	if err := (&topFlags{interval: time.Millisecond}).run(ctx, io.Discard); err == nil || !strings.Contains(err.Error(), "at least 100ms") {
+		t.Errorf("a hasty top: %v", err)
+	}
+}
+
+// pages takes what top shows, and stops it after the second page.
+type pages struct {
+	shown  []string
+	enough func()
+}
+
+func (p *pages) Write(b []byte) (int, error) {
+	if p.shown = append(p.shown, string(b)); len(p.shown) == 2 {
+		p.enough()
+	}
+	return len(b), nil
+}
+
+func TestRates(t *testing.T) {
+	grown := admin.Fleet{Name: "chat", Replicas: []admin.Replica{replica("a", nil), replica("new", nil)}}
+	grown.Replicas[0].Engine.Facts["first_tokens_total"] = 30
+	grown.Replicas[0].Engine.Facts["prefix_query_tokens_total"] += 10_000
+	grown.Replicas[0].Engine.Facts["prefix_hit_tokens_total"] += 2_000
+	was := admin.Fleet{Name: "chat", Replicas: []admin.Replica{replica("a", nil)}}
+	out := page([]admin.Fleet{grown}, []admin.Fleet{was}, 2*time.Second)
+	for _, part := range []string{"15 requests/s  4.0k prompt tokens/s computed", " 20%", " 71%"} {
+		if !strings.Contains(out, part) {
+			t.Errorf("top lacks %q:\n%s", part, out)
+		}
+	}
+	fits(t, out)
 }
 
 func TestCompact(t *testing.T) {

@@ -16,7 +16,7 @@ import (
 )
 
 // nameWidth is what the other columns of a table leave for a replica's address.
-const nameWidth = 23
+const nameWidth = 21
 
 // printFleet writes what fits on 80 columns of a fleet.
 func printFleet(out io.Writer, f *admin.Fleet) {
@@ -100,6 +100,8 @@ const (
 	farApart  = 3      // when its queue is so many times the median of all
 	longQueue = 20_000 // and so many tokens long
 	slowPace  = 0.5    // when its rate is below this share of the median
+	lowHits   = 0.5    // when its hit rate is below this share of the median
+	someHits  = 0.2    // and that is no less than this
 )
 
 // oddities says which replicas stand out, and how.
@@ -107,6 +109,7 @@ func oddities(f *admin.Fleet) []string {
 	var out []string
 	queue := median(f, func(r *admin.Replica) float64 { return r.Ledger.Queued })
 	rate := median(f, func(r *admin.Replica) float64 { return r.Learned.PrefillRate })
+	hits := median(f, hitRatio)
 	for i := range f.Replicas {
 		r := &f.Replicas[i]
 		say := func(format string, args ...any) {
@@ -130,6 +133,9 @@ func oddities(f *admin.Fleet) []string {
 		if r.Learned.PrefillRateKnown && r.Learned.PrefillRate < slowPace*rate {
 			say("is slow: %s tokens a second; the median is %s", compact(r.Learned.PrefillRate), compact(rate))
 		}
+		if h := hitRatio(r); hits >= someHits && h < lowHits*hits {
+			say("has a hit rate of %s; the median is %s", percent(h), percent(hits))
+		}
 		if r.Ledger.Others > 0 {
 			say("also serves %s of other senders", plural(int(r.Ledger.Others), "request"))
 		}
@@ -137,10 +143,24 @@ func oddities(f *admin.Fleet) []string {
 	return out
 }
 
+// hitRatio is what the engine has found in its cache since it started, NaN if
+// that is not known.
+func hitRatio(r *admin.Replica) float64 {
+	if r.Engine != nil {
+		if v, known := r.Engine.Facts["prefix_hit_ratio"]; known {
+			return v
+		}
+	}
+	return math.NaN()
+}
+
+// median is that of the replicas for which something is known.
 func median(f *admin.Fleet, of func(*admin.Replica) float64) float64 {
 	values := make([]float64, 0, len(f.Replicas))
 	for i := range f.Replicas {
-		values = append(values, of(&f.Replicas[i]))
+		if v := of(&f.Replicas[i]); !math.IsNaN(v) {
+			values = append(values, v)
+		}
 	}
 	if len(values) == 0 {
 		return 0
