@@ -24,6 +24,12 @@ import (
 //		api_key          <key>
 //		pin_header       <field>
 //		fallback         <policy>
+//		shadow           <policy>
+//		share            <percent> <policy>
+//		capture          <file> {
+//			roll_size <size>
+//			roll_keep <count>
+//		}
 //		metrics_off
 //		metrics_uri      <path>
 //		metrics_port     <port>
@@ -66,6 +72,13 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 			err = parse(d, &p.PinHeader, text)
 		case "fallback":
 			err = unmarshalFallback(d, &p.FallbackRaw)
+		case "shadow":
+			err = p.unmarshalShadow(d)
+		case "share":
+			err = p.unmarshalShare(d)
+		case "capture":
+			p.Capture = new(Capture)
+			err = p.Capture.unmarshal(d)
 		default:
 			if p.Metrics == nil {
 				p.Metrics = new(Polling)
@@ -90,6 +103,10 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 //		seed        <text>
 //		max_body    <size>
 //		fallback    <policy>
+//		capture     <file> {
+//			roll_size <size>
+//			roll_keep <count>
+//		}
 //	}
 func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 	d.Next() // consume policy name
@@ -119,6 +136,9 @@ func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 			err = parse(d, &p.MaxBody, size)
 		case "fallback":
 			err = unmarshalFallback(d, &p.FallbackRaw)
+		case "capture":
+			p.Capture = new(Capture)
+			err = p.Capture.unmarshal(d)
 		default:
 			err = d.Errf("unrecognized option '%s'", d.Val())
 		}

@@ -16,6 +16,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/capture"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
@@ -39,8 +40,15 @@ type core struct {
 	known   atomic.Pointer[knownPool]
 	changed func(time.Time)
 	counts  *metrics.Decisions
+	group   *metrics.Group // of the requests that this policy decides on
 	recent  *recent
-	hide    func() // from operators; nil while not shown
+
+	muted      bool // whom the policy decides for books the outcome
+	otherName  string
+	otherGroup *metrics.Group // of those that another policy decides on
+	captured   *capture.File  // nil if there is none
+	captureKey string
+	hide       func() // from operators; nil while not shown
 }
 
 type coreConfig struct {
@@ -55,6 +63,7 @@ type coreConfig struct {
 	changed    func(time.Time) // called when a replica's state has changed
 	explain    func(*http.Request) *admin.Explanation
 	waiting    func() int // requests held back
+	capture    *Capture   // nil: none is written
 }
 
 // policies numbers the policies of this process, so that each keeps its
@@ -103,8 +112,19 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 	}
 	c.fleet = fleet.Process.New(settings, staticAddrs(handler))
 	c.counts = metrics.NewDecisions(settings.Name, c.policy, reasons, whys)
+	c.group = metrics.NewGroup(settings.Name, c.policy)
 	c.recent = new(recent)
-	app.add(c.fleet, func() { c.show(cfg) })
+	if cfg.capture != nil {
+		if c.captured, c.captureKey, err = cfg.capture.open(); err != nil {
+			return err
+		}
+	}
+	app.add(c.fleet, func() {
+		c.show(cfg)
+		if c.captured != nil {
+			c.captured.Start()
+		}
+	})
 	return nil
 }
 
@@ -112,8 +132,18 @@ func (c *core) cleanup() error {
 	if c.fleet != nil {
 		c.fleet.Stop()
 		c.counts.Close()
+		for _, g := range []*metrics.Group{c.group, c.otherGroup} {
+			if g != nil {
+				g.Close()
+			}
+		}
 		if c.hide != nil {
 			c.hide()
+		}
+	}
+	if c.captured != nil {
+		if _, err := captureFiles.Delete(c.captureKey); err != nil {
+			return err
 		}
 	}
 	c.poll.close()
@@ -149,8 +179,15 @@ func staticAddrs(h *reverseproxy.Handler) []string {
 
 // decide returns the request's decision and whether this is its first attempt.
 func (c *core) decide(r *http.Request) (*decision, bool) {
+	arrived := time.Now()
 	d, first := decisionOf(r, c.key, c.outlook, c.changed)
 	if first {
+		d.mu.Lock() // the client may leave at any time
+		d.arrived, d.muted = arrived, c.muted
+		if !c.muted {
+			d.teller = c
+		}
+		d.mu.Unlock()
 		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {
 			repl.Map(d.placeholder)
 		}
@@ -161,19 +198,7 @@ func (c *core) decide(r *http.Request) (*decision, bool) {
 // fallBack lets the fallback policy choose among the replicas that this
 // request has not tried.
 func (c *core) fallBack(fallback reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, start time.Time) *reverseproxy.Upstream {
-	fresh := pool
-	if d.latest() != nil {
-		fresh = make(reverseproxy.UpstreamPool, 0, len(pool))
-		for i, u := range pool {
-			if !d.tried(c.replica(pool, i, start)) {
-				fresh = append(fresh, u)
-			}
-		}
-	}
-	u := fallback.Select(fresh, r, w)
-	if u == nil && len(fresh) < len(pool) {
-		u = fallback.Select(pool, r, w)
-	}
+	u := c.delegate(fallback, d, pool, r, w, start)
 	if u == nil {
 		c.none(r, start)
 		return nil

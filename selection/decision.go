@@ -28,8 +28,11 @@ type decision struct {
 	body   *body  // nil if the body was left alone
 
 	changed func(time.Time) // to be told of the request's end; may be nil
-	pupil   *fleet.Fleet    // to learn the prompt's tokens; nil for nobody
-	path    string          // of the request at the replica, for the pupil
+	arrived time.Time
+	muted   bool         // whom the policy decides for books the outcome
+	teller  *core        // tells operators of the request's end; nil for nobody
+	pupil   *fleet.Fleet // to learn the prompt's tokens; nil for nobody
+	path    string       // of the request at the replica, for the pupil
 
 	mu       sync.Mutex // the request's end comes on another goroutine
 	over     bool
@@ -49,6 +52,9 @@ type attempt struct {
 	cost    float64       // of the choice, NaN where there are no costs
 	next    float64       // of the next best, +Inf if there was none
 	waited  time.Duration // that the request was held back
+	// expected is the estimated time from the request's arrival to its first
+	// token.
+	expected time.Duration
 }
 
 // outlook says how a decision reads a request.
@@ -160,6 +166,9 @@ func (d *decision) retract(now time.Time) {
 		return
 	}
 	a.failed = true
+	if d.muted {
+		return
+	}
 	a.Abort(now)
 	a.replica.Failed(now)
 	a.replica.Lacks(d.prompt.Chain, a.matched)
@@ -169,8 +178,13 @@ func (d *decision) retract(now time.Time) {
 func (d *decision) send(a *attempt, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	a.replica.Reserve(&a.Reservation, now)
 	d.attempts = append(d.attempts, a)
+	if d.muted {
+		return
+	}
+	a.replica.Reserve(&a.Reservation, now)
+	l := a.replica.Load(now)
+	a.expected = a.waited + prefillTime(l.Queue, l.Rate)
 	if d.over { // the client left while we chose
 		a.Abort(now)
 		return
@@ -196,7 +210,10 @@ func (d *decision) book(ctx context.Context, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.over = true
-	if a := d.latest(); a != nil {
+	if d.teller != nil {
+		defer d.teller.report(ctx, d, now)
+	}
+	if a := d.latest(); a != nil && !d.muted {
 		switch status, done := outcomeOf(ctx); {
 		case status >= 400:
 			// The engine refused it and computed nothing.

@@ -70,6 +70,9 @@ type PrefixHash struct {
 	FallbackRaw json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.reverse_proxy.selection_policies inline_key=policy"`
 	fallback    reverseproxy.Selector
 
+	// A file to write a line to for each request. Default: none.
+	Capture *Capture `json:"capture,omitempty"`
+
 	core
 	depths  *plan.Depths
 	scratch sync.Pool // *homes
@@ -107,6 +110,7 @@ func (p *PrefixHash) Provision(ctx caddy.Context) error {
 		seed:    xxhash.Sum64String(seed),
 		explain: p.explain,
 		waiting: func() int { return 0 },
+		capture: p.Capture,
 	})
 }
 

@@ -26,6 +26,9 @@ const (
 	ReasonPinned Reason = "pinned"
 	// ReasonOnly: no other replica was available.
 	ReasonOnly Reason = "only"
+	// ReasonOther: another policy decided, instead of kv_cache_aware or for its
+	// share of the requests.
+	ReasonOther Reason = "other"
 	// ReasonNone: no replica was available.
 	ReasonNone Reason = "none"
 
@@ -53,7 +56,7 @@ const (
 // reasons is the whole list, as metric labels.
 var reasons = []string{
 	string(ReasonMatch), string(ReasonBalance), string(ReasonNoMatch), string(ReasonHome),
-	string(ReasonOverflow), string(ReasonPinned), string(ReasonOnly), string(ReasonNone),
+	string(ReasonOverflow), string(ReasonPinned), string(ReasonOnly), string(ReasonOther), string(ReasonNone),
 	string(ReasonNoPrompt), string(ReasonNoBody), string(ReasonNotJSON), string(ReasonCutJSON),
 	string(ReasonNoText), string(ReasonTooDeep), string(ReasonEncoded), string(ReasonIncremental),
 	string(ReasonBodyError),
