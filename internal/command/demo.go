@@ -28,14 +28,16 @@ other: chats that share long system prompts and grow turn by turn, and single
 long prompts in between. Then it prints how they compare:
 
   hit rate   the share of prompt tokens that replicas had in their KV cache
-  TTFT       time to first token, in seconds as the replicas count them
+  TTFT       time to first token, in seconds
   spread     what the busiest replica had to compute, over a fair share
 
 and serves until interrupted, so that you can send requests of your own.
 
-The simulated replicas compute nothing. They have vLLM's scheduler, prefix cache
-and metrics, and a clock that runs --speed times as fast as the wall clock; all
-times are by that clock.
+The simulated replicas compute nothing, but have vLLM's scheduler, prefix cache
+and metrics. To save your time, requests arrive and replicas work --speed times
+as fast as they would, and all measured times are multiplied by that. Time
+constants of the policies and your machine's own delays are not sped up: figures
+to rely on come from --speed 1.
 
 To measure with recorded traffic, give a --trace: a file of JSON lines or a
 directory of them, in the format of the Mooncake traces (timestamp,
@@ -76,7 +78,7 @@ func newDemo() *cobra.Command {
 	flags.IntVar(&f.Blocks, "blocks", demo.DefaultBlocks, "KV cache of a replica, in blocks")
 	flags.IntVar(&f.BlockTokens, "block-tokens", demo.DefaultBlockTokens, "tokens in a block")
 	flags.Float64Var(&f.PrefillRate, "prefill-rate", demo.DefaultPrefillRate, "prompt tokens that a replica computes per second")
-	flags.Float64Var(&f.Speed, "speed", demo.DefaultSpeed, "seconds of the replicas in a second of the wall clock")
+	flags.Float64Var(&f.Speed, "speed", demo.DefaultSpeed, "how many times as fast as reported everything happens")
 	flags.StringArrayVar(&f.Upstreams, "upstream", nil, "real server, host:port, in place of simulated ones (repeatable)")
 	flags.StringVar(&f.Model, "model", "", "name of the model (default: what the servers list)")
 	flags.StringVar(&f.Trace, "trace", "", "recorded trace to play, file or directory (default: built-in workload)")
@@ -84,7 +86,7 @@ func newDemo() *cobra.Command {
 	flags.IntVar(&f.Sessions, "sessions", 0, "keep so many sessions going (default: start each at its time)")
 	flags.IntVar(&f.Limit, "limit", 0, "requests to play, in whole sessions (default: all)")
 	flags.Uint64Var(&f.Seed, "seed", 1, "seed of the built-in workload")
-	flags.DurationVar(&f.Scrape, "scrape", demo.DefaultScrape, "time between polls of a replica's metrics, by its clock")
+	flags.DurationVar(&f.Scrape, "scrape", demo.DefaultScrape, "time between polls of a replica's metrics, at speed 1")
 	flags.StringVar(&f.Listen, "listen", "", "address that takes requests (default "+demo.DefaultListen+", or any free port)")
 	flags.StringSliceVar(&f.policies, "policies", demo.DefaultPolicies(), "policies to play, in this order")
 	flags.StringArrayVar(&f.options, "option", nil, "policy=text, a line of the policy's Caddyfile block (repeatable)")

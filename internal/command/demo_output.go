@@ -43,7 +43,7 @@ func isTerminal(w io.Writer) bool {
 func (p *printer) introduce(d *demo.Demo) {
 	replicas := strings.Join(d.Replicas(), " ")
 	if d.Simulated() {
-		p.say("%d simulated replicas with a KV cache of %d tokens each, on a clock %g times as fast as yours: %s",
+		p.say("%d simulated replicas with a KV cache of %d tokens each, played at %g times their speed: %s",
 			len(d.Replicas()), d.CacheTokens(), d.Speed(), replicas)
 	} else {
 		p.say("%d real servers, model %s: %s", len(d.Replicas()), d.Model(), replicas)

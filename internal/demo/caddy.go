@@ -72,7 +72,7 @@ http://:%s {
 func (d *Demo) block(p Policy) string {
 	text := p.Options
 	if p.polls() && !strings.Contains(text, "metrics_interval") {
-		interval := max(shortestPoll, time.Duration(float64(d.config.Scrape)/d.config.Speed))
+		interval := max(shortestPoll, d.faster(d.config.Scrape))
 		text = strings.TrimSpace(fmt.Sprintf("%s\nmetrics_interval %v", text, interval))
 	}
 	if text == "" {

@@ -41,11 +41,13 @@ type Config struct {
 	// BlockTokens is the number of tokens in a block. Default 16.
 	BlockTokens int
 	// PrefillRate is the number of prompt tokens that a replica computes in a
-	// second of its own time. Default 10000.
+	// second, at speed 1. Default 10000.
 	PrefillRate float64
-	// Speed is how many seconds of the replicas pass in a real one. Arrivals keep
-	// pace, and results are in seconds of the replicas. Default 10; with real
-	// servers always 1.
+	// Speed is how much faster everything is than it is reported: replicas
+	// compute, and requests arrive, so many times as fast, and measured times are
+	// multiplied by it. Time constants of the policies, and what the machine
+	// takes to pass a request on, weigh as much more, so results to rely on are
+	// those at 1. Default 10; with real servers always 1.
 	Speed float64
 
 	// Upstreams are real servers, host:port, in place of simulated replicas.
@@ -69,8 +71,7 @@ type Config struct {
 	// Seed chooses everything that is random in the built-in workload.
 	Seed uint64
 
-	// Scrape is the time between two polls of a replica, in seconds of the
-	// replicas. Default 1s. No replica is polled more often than each 50 ms of
+	// Scrape is the time between two polls of a replica, at speed 1. Default 1s. No replica is polled more often than each 50 ms of
 	// real time.
 	Scrape time.Duration
 	// Listen is the address that takes requests. Default 127.0.0.1:8080, or any
@@ -162,7 +163,8 @@ type Outcome struct {
 	OneCacheHitRate float64 `json:"one_cache_hit_rate,omitempty"`
 	// WallSeconds is how long the run took.
 	WallSeconds float64 `json:"wall_seconds"`
-	// Speed is how many of the result's seconds passed in a real one.
+	// Speed is how many of the result's seconds passed in a real one; see
+	// [Config].
 	Speed float64 `json:"speed"`
 	load.Result
 }
@@ -210,15 +212,19 @@ func (d *Demo) checkPolicies() error {
 	return nil
 }
 
+// startFleet starts replicas that are faster by Speed. Their clocks are not: a
+// policy that reads durations in their metrics, to learn how fast they are, and
+// compares them with its own clock would be led astray.
 func (d *Demo) startFleet() error {
 	fleet, err := enginesim.StartFleet(d.config.Replicas, enginesim.ServerConfig{
 		Config: enginesim.Config{
-			Blocks:      d.config.Blocks,
-			BlockTokens: d.config.BlockTokens,
-			PrefillRate: d.config.PrefillRate,
+			Blocks:       d.config.Blocks,
+			BlockTokens:  d.config.BlockTokens,
+			PrefillRate:  d.config.PrefillRate * d.config.Speed,
+			StepOverhead: d.faster(enginesim.DefaultStepOverhead),
+			DecodeCost:   d.faster(enginesim.DefaultDecodeCost),
 		},
 		Model: d.config.Model,
-		Speed: d.config.Speed,
 	})
 	if err != nil {
 		return fmt.Errorf("starting the simulated replicas: %w", err)
@@ -226,6 +232,11 @@ func (d *Demo) startFleet() error {
 	d.fleet, d.addrs = fleet, fleet.Addrs()
 	d.oneCache, err = trace.OneCacheHitRate(d.workload.all(), len(fleet)*d.CacheTokens(), d.config.BlockTokens)
 	return err
+}
+
+// faster is a time span of the replicas in real time.
+func (d *Demo) faster(t time.Duration) time.Duration {
+	return max(1, time.Duration(float64(t)/d.config.Speed))
 }
 
 func (d *Demo) useServers(ctx context.Context) error {
@@ -263,7 +274,7 @@ func (d *Demo) Policies() []Policy { return d.config.Policies }
 // Replicas are the addresses of the replicas.
 func (d *Demo) Replicas() []string { return d.addrs }
 
-// Speed is how many seconds of the replicas pass in a real one.
+// Speed is how much faster everything is than it is reported.
 func (d *Demo) Speed() float64 { return d.config.Speed }
 
 // Simulated tells whether the replicas are simulated.
