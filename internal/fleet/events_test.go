@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents/kvpublish"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+// engineBlock is the token block of the engines in these tests, where a byte is a token.
+const engineBlock = 64
+
+// teller is an engine that publishes events, tokenizes and lists its models.
+type teller struct {
+	t         *testing.T
+	publisher *kvpublish.Publisher
+	front     *httptest.Server
+	models    string
+	asked     atomic.Int64 // for models
+	rendered  atomic.Int64
+	key       atomic.Value // the last Authorization
+	ended     bool
+}
+
+func newTeller(t *testing.T, replays bool) *teller {
+	t.Helper()
+	e := &teller{t: t, models: `{"data":[{"id":"base"},{"id":"tuned","parent":"base"}]}`}
+	listeners := make([]net.Listener, 2)
+	for i := range listeners {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		listeners[i] = l
+	}
+	if !replays {
+		_ = listeners[1].Close()
+		e.publisher = kvpublish.New(listeners[0], nil, kvpublish.Config{})
+	} else {
+		e.publisher = kvpublish.New(listeners[0], listeners[1], kvpublish.Config{})
+	}
+	e.front = httptest.NewServer(http.HandlerFunc(e.answer))
+	t.Cleanup(func() {
+		e.front.Close()
+		e.end()
+	})
+	return e
+}
+
+// end closes the publisher for good.
+func (e *teller) end() {
+	if e.ended {
+		return
+	}
+	e.ended = true
+	if err := e.publisher.Close(); err != nil {
+		e.t.Error(err)
+	}
+}
+
+func (e *teller) answer(w http.ResponseWriter, r *http.Request) {
+	e.key.Store(r.Header.Get("Authorization"))
+	if r.URL.Path == "/v1/models" {
+		e.asked.Add(1)
+		_, _ = io.WriteString(w, e.models)
+		return
+	}
+	e.rendered.Add(1)
+	var body struct{ Prompt string }
+	if err := json.NewDecoder(r.Body).Decode(&body); err != nil {
+		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
+	_ = json.NewEncoder(w).Encode([]map[string]any{{"token_ids": tokensOf(body.Prompt)}})
+}
+
+func tokensOf(text string) []uint32 {
+	tokens := make([]uint32, len(text))
+	for i := range text {
+		tokens[i] = uint32(text[i])
+	}
+	return tokens
+}
+
+// config makes a fleet follow the engine at any address.
+func (e *teller) config() Config {
+	return Config{
+		Events: &Events{Stream: func(_ string, rank int) (kvevents.StreamConfig, bool) {
+			return kvevents.StreamConfig{
+				Endpoint: e.publisher.Endpoint(), Replay: e.publisher.ReplayEndpoint(),
+				MinBackoff: time.Millisecond, MaxBackoff: 5 * time.Millisecond,
+			}, rank == 0
+		}},
+		API: &API{
+			Base:   func(string) (string, bool) { return e.front.URL, true },
+			Header: http.Header{"Authorization": {"Bearer k"}},
+			Client: e.front.Client(),
+		},
+	}
+}
+
+// passage is a prompt for these tests.
+type passage struct {
+	text   string
+	prompt prompt.Prompt
+}
+
+func newPassage(t *testing.T, name string, size int) *passage {
+	t.Helper()
+	p := &passage{text: strings.Repeat(name+" and so on; ", size/(len(name)+12)+1)[:size]}
+	if fault := p.prompt.Read(prompt.Completions, []byte(p.body("")), true, 1); fault != prompt.None {
+		t.Fatal(fault)
+	}
+	return p
+}
+
+func (p *passage) body(model string) string {
+	b, _ := json.Marshal(map[string]string{"model": model, "prompt": p.text}) // strings can be marshalled
+	return string(b)
+}
+
+// hashes are the engine's names of the passage's blocks.
+func (p *passage) hashes() []uint64 {
+	h := make([]uint64, len(p.text)/engineBlock)
+	for i := range h {
+		h[i] = p.prompt.Chain[0] + uint64(i)
+	}
+	return h
+}
+
+func (e *teller) store(p *passage, lora string) {
+	n := len(p.text) / engineBlock
+	var b kvpublish.Batch
+	b.Stored(kvpublish.Stored{Hashes: p.hashes(), Tokens: tokensOf(p.text)[:n*engineBlock], BlockSize: engineBlock, LoRA: lora})
+	e.publisher.Publish(&b)
+}
+
+func (e *teller) drop(hashes ...uint64) {
+	var b kvpublish.Batch
+	b.Removed("", hashes...)
+	e.publisher.Publish(&b)
+}
+
+// observed is a fleet of one replica that follows its engine, and knows a model by its page.
+func observed(t *testing.T, e *teller) (*Fleet, *Replica) {
+	t.Helper()
+	f := NewRegistry().New(e.config(), []string{"a"})
+	f.Start()
+	t.Cleanup(f.Stop)
+	p := f.Replica("a", time.Now())
+	f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{
+		At: time.Now(), Engine: metrics.VLLM, Rows: 1, Models: []string{"base"},
+		BlockTokens: metrics.Fact{Value: engineBlock, Known: true},
+	}}, time.Now())
+	awaitCurrent(t, p)
+	return f, p
+}
+
+func awaitCurrent(t *testing.T, p *Replica) {
+	t.Helper()
+	await(t, "the events to be followed", func() bool { s, _ := p.Events(); return s.Current })
+}
+
+func (f *Fleet) held(p *Replica, x *passage, believed float64) float64 {
+	return f.Prefix(new(Prefix), x.prompt.Chain, prompt.BlockSize).Held(p, believed)
+}
+
+func learn(t *testing.T, f *Fleet, p *Replica, x *passage, model string) {
+	t.Helper()
+	sent := Sent{Replica: p, Path: "/v1/completions", Model: model, Chain: x.prompt.Chain, Bytes: x.prompt.Bytes}
+	if !f.Learns(&sent, len(x.text)) {
+		t.Fatal("a new prompt is not wanted")
+	}
+	await(t, "the tokens to be learned", func() bool {
+		f.Learn(sent, []byte(x.body(model)))
+		return f.Registry.alignment.Known(x.prompt.Chain) == len(x.prompt.Chain)
+	})
+	if f.Learns(&sent, len(x.text)) {
+		t.Error("a prompt that is known is still wanted")
+	}
+}
+
+func awaitHeld(t *testing.T, f *Fleet, p *Replica, x *passage, believed, want float64) {
+	t.Helper()
+	await(t, fmt.Sprintf("%v of %v believed tokens to be held (now %v)", want, believed, f.held(p, x, believed)), func() bool {
+		return math.Abs(f.held(p, x, believed)-want) <= 2*engineBlock
+	})
+}
+
+// What the engine says it holds counts, less or more than what is believed.
+func TestHeldByEvents(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	x := newPassage(t, "one", 2048)
+	awaitHeld(t, f, p, x, 1000, 0) // it never stored any
+	e.store(x, "")
+	learn(t, f, p, x, "base")
+	awaitHeld(t, f, p, x, 0, 2048)
+	if got := e.key.Load(); got != "Bearer k" {
+		t.Errorf("the key sent is %q", got)
+	}
+	h := x.hashes()
+	slices.Reverse(h) // an engine evicts from the tail
+	e.drop(h[:len(h)/2]...)
+	awaitHeld(t, f, p, x, 2048, 1024)
+
+	// A request on its way there will leave its blocks behind.
+	now := time.Now()
+	r := &Reservation{Prompt: 2048, Uncached: 1024, Chain: x.prompt.Chain}
+	p.Reserve(r, now)
+	awaitHeld(t, f, p, x, 2048, 2048)
+	half := &Reservation{Prompt: 1500, Uncached: 500, Chain: x.prompt.Chain[:6]}
+	p.Reserve(half, now)
+	r.Finish(now)
+	half.Abort(now)
+	awaitHeld(t, f, p, x, 2048, 1024)
+
+	// Nothing of this prompt is known by its tokens.
+	if got := f.held(p, newPassage(t, "two", 2048), 700); got != 700 {
+		t.Errorf("%v tokens held of an unknown prompt of which 700 are believed", got)
+	}
+}
+
+// A cache that the engine emptied takes the belief with it.
+func TestClearedByEvents(t *testing.T) {
+	for _, cause := range []string{"event", "restart"} {
+		t.Run(cause, func(t *testing.T) {
+			e := newTeller(t, true)
+			f, p := observed(t, e)
+			x := newPassage(t, "one", 2048)
+			e.store(x, "")
+			learn(t, f, p, x, "base")
+			p.Holds(x.prompt.Chain)
+			awaitHeld(t, f, p, x, 2048, 2048)
+			if cause == "event" {
+				var b kvpublish.Batch
+				b.Cleared()
+				e.publisher.Publish(&b)
+			} else {
+				e.publisher.Restart()
+				e.store(newPassage(t, "other", 512), "")
+			}
+			await(t, "the belief to be dropped", func() bool {
+				return p.Matched(f.Registry.Index.Match(x.prompt.Chain, nil)) == 0
+			})
+			awaitCurrent(t, p)
+			awaitHeld(t, f, p, x, 2048, 0)
+		})
+	}
+}
+
+// Of an engine that has run for a while and offers no replay, what it stored before is not known: the absence of a
+// block tells nothing.
+func TestIncompleteEvents(t *testing.T) {
+	e := newTeller(t, false)
+	e.store(newPassage(t, "before", 1024), "")
+	f, p := observed(t, e)
+	await(t, "the subscription", func() bool { return e.publisher.Subscribers() > 0 })
+	x := newPassage(t, "one", 2048)
+	e.store(x, "")
+	learn(t, f, p, x, "base")
+	awaitHeld(t, f, p, x, 0, 2048) // what it says it holds, it does
+	e.drop(x.hashes()...)
+	awaitHeld(t, f, p, x, 0, 0)
+	if got := f.held(p, x, 1500); got != 1500 {
+		t.Errorf("%v tokens held where 1500 are believed", got)
+	}
+	if s, ok := p.Events(); !ok || s.Whole {
+		t.Errorf("events %+v are taken for whole", s)
+	}
+}
+
+// While its events don't come, an engine is believed as it would be without.
+func TestEventsLost(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	awaitHeld(t, f, p, newPassage(t, "one", 512), 300, 0) // it never stored any
+	e.end()
+	await(t, "the connection to be missed", func() bool { s, _ := p.Events(); return !s.Current })
+	if got := f.held(p, newPassage(t, "one", 512), 300); got != 300 {
+		t.Errorf("%v tokens held where 300 are believed", got)
+	}
+}
+
+// A new fleet takes the streams over from the old one.
+func TestStreamsOutliveReload(t *testing.T) {
+	e := newTeller(t, true)
+	known := goleak.IgnoreCurrent()
+	g := NewRegistry()
+	old := g.New(e.config(), []string{"a"})
+	old.Start()
+	p := old.Replica("a", time.Now())
+	awaitCurrent(t, p)
+	x := newPassage(t, "one", 1024)
+	e.store(x, "")
+	await(t, "the event", func() bool { s, _ := p.Events(); return s.Blocks == 1024/engineBlock })
+	next := g.New(e.config(), []string{"a"})
+	next.Start()
+	old.Stop()
+	s, ok := p.Events()
+	if !ok || !s.Current || s.Ranks[0].Connects != 1 || s.Blocks != 1024/engineBlock {
+		t.Errorf("after a reload: %+v", s)
+	}
+	next.Stop()
+	if _, ok := p.Events(); ok || len(g.truths) != 0 {
+		t.Error("events are followed for nobody")
+	}
+	e.front.Client().CloseIdleConnections()
+	goleak.VerifyNone(t, known, goleak.IgnoreTopFunction("net/http.(*conn).serve"), goleak.IgnoreAnyFunction("net/http.(*connReader).backgroundRead"),
+		goleak.IgnoreAnyFunction("github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents/kvpublish.(*Publisher).accept"),
+		goleak.IgnoreAnyFunction("github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents/kvpublish.(*Publisher).accept.func1"))
+}
+
+// Each data-parallel rank that the metrics tell of has a publisher of its own.
+func TestRanks(t *testing.T) {
+	e := newTeller(t, true)
+	cfg := e.config()
+	var highest atomic.Int64
+	inner := cfg.Events.Stream
+	cfg.Events.Stream = func(addr string, rank int) (kvevents.StreamConfig, bool) {
+		highest.Store(max(highest.Load(), int64(rank)))
+		c, _ := inner(addr, 0)
+		return c, true
+	}
+	f := NewRegistry().New(cfg, []string{"a"})
+	f.Start()
+	defer f.Stop()
+	p := f.Replica("a", time.Now())
+	for _, rows := range []int{1, 4, 2, 1000} {
+		f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{At: time.Now(), Engine: metrics.VLLM, Rows: rows}}, time.Now())
+		s, _ := p.Events()
+		if want := min(max(rows, int(highest.Load())+1), maxRanks); len(s.Ranks) != want {
+			t.Errorf("%d rows: %d ranks are followed, want %d", rows, len(s.Ranks), want)
+		}
+	}
+}
+
+// An adapter's blocks are found under its own name, and nothing is learned under a name that may be an adapter's.
+func TestAdapterIsLearnedAsSuch(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	x := newPassage(t, "one", 2048)
+	e.store(x, "tuned")
+	f.Learn(Sent{Replica: p, Path: "/v1/completions", Model: "tuned", Chain: x.prompt.Chain}, []byte(x.body("tuned")))
+	if st := f.learner.Stats(); st.Offered != 0 {
+		t.Errorf("a prompt of an unknown model is learned: %+v", st)
+	}
+	await(t, "the list of models", func() bool { _, known := p.Serves("nobody"); return known })
+	learn(t, f, p, x, "tuned")
+	awaitHeld(t, f, p, x, 0, 2048)
+}
+
+func TestWithoutEvents(t *testing.T) {
+	f := NewRegistry().New(Config{}, []string{"a"})
+	if f.Prefix(new(Prefix), []uint64{1}, 1) != nil {
+		t.Error("there is a prefix to look up among no events")
+	}
+	if f.Learns(&Sent{Chain: []uint64{1}}, 10) {
+		t.Error("tokens are wanted without events")
+	}
+	if _, ok := f.Replica("a", time.Now()).Events(); ok {
+		t.Error("there are events")
+	}
+}

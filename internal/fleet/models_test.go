@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+func TestServing(t *testing.T) {
+	now := time.Now()
+	page := func(f *Fleet, addr string, models, adapters []string) {
+		f.Observe(f.Replica(addr, now), metrics.Scrape{Snapshot: &metrics.Snapshot{
+			At: now, Engine: metrics.VLLM, Models: models, Adapters: adapters}}, now)
+	}
+	list := func(f *Fleet, addr string, models ...string) {
+		adapters := make(map[string]bool)
+		for _, m := range models {
+			adapters[m] = false
+		}
+		f.Replica(addr, now).roster.adapters = adapters
+	}
+	tests := []struct {
+		name  string
+		setup func(*Fleet)
+		model string
+		want  []bool
+	}{
+		{"no model", func(f *Fleet) { page(f, "a", []string{"m"}, nil) }, "", nil},
+		{"nothing known", func(*Fleet) {}, "m", nil},
+		{"all serve it", func(f *Fleet) {
+			for _, a := range []string{"a", "b", "c"} {
+				page(f, a, []string{"m"}, nil)
+			}
+		}, "m", nil},
+		{"one serves it, one another, one is unknown", func(f *Fleet) {
+			page(f, "a", []string{"m"}, nil)
+			page(f, "b", []string{"n"}, nil)
+		}, "m", []bool{true, false, true}},
+		{"nobody is known to serve it", func(f *Fleet) {
+			page(f, "a", []string{"n"}, nil)
+			page(f, "b", []string{"n"}, nil)
+		}, "m", nil},
+		{"an alias by the list", func(f *Fleet) {
+			page(f, "a", []string{"m"}, nil)
+			page(f, "b", []string{"n"}, nil)
+			list(f, "b", "n", "m")
+			list(f, "c", "n")
+		}, "m", []bool{true, true, false}},
+		{"a busy adapter", func(f *Fleet) {
+			page(f, "a", []string{"n"}, []string{"m"})
+			page(f, "b", []string{"n"}, nil)
+			page(f, "c", []string{"n"}, nil)
+			list(f, "c", "n", "m")
+		}, "m", []bool{true, false, true}},
+	}
+	for _, c := range tests {
+		t.Run(c.name, func(t *testing.T) {
+			f := NewRegistry().New(Config{}, []string{"a", "b", "c"})
+			c.setup(f)
+			if got := f.Serving(c.model, f.Members(), nil, now); !slices.Equal(got, c.want) {
+				t.Errorf("%v, want %v", got, c.want)
+			}
+		})
+	}
+}
+
+// A list of models is asked for when a request names one that a replica does not, and not again at once.
+func TestModelsAreAskedForOnDemand(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	now := time.Now()
+	f.Serving("base", f.Members(), nil, now)
+	if n := e.asked.Load(); n != 0 {
+		t.Errorf("asked %d times about a model that is on the page", n)
+	}
+	f.Serving("tuned", f.Members(), nil, now)
+	await(t, "the list", func() bool { serves, _ := p.Serves("tuned"); return serves })
+	for range 10 {
+		f.Serving("nobody", f.Members(), nil, now)
+	}
+	if serves, known := p.Serves("nobody"); serves || !known {
+		t.Errorf("nobody is served: %v, known: %v", serves, known)
+	}
+	if n := e.asked.Load(); n != 1 {
+		t.Errorf("asked %d times", n)
+	}
+	f.Serving("nobody", f.Members(), nil, now.Add(modelsEvery))
+	await(t, "the list again", func() bool { return e.asked.Load() == 2 })
+}
+
+func FuzzModels(f *testing.F) {
+	for _, s := range []string{`{"data":[{"id":"m","parent":null},{"id":"a","parent":"m"}]}`, `{"data":[]}`, `[]`, `{"data":[{"id":1}]}`, ``} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, page string) {
+		models, err := parseModels(strings.NewReader(page))
+		if (err == nil) == (len(models) == 0) {
+			t.Errorf("%d models, error %v", len(models), err)
+		}
+	})
+}
