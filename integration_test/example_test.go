@@ -70,10 +70,11 @@ func TestExamplesAreValid(t *testing.T) {
 }
 
 // startExample starts Caddy as the example says, in front of these replicas instead of its own.
-func startExample(tb testing.TB, addrs []string) (p *proxy, metrics string) {
+func startExample(tb testing.TB, addrs []string) *proxy {
 	tb.Helper()
-	p = newProxy(tb)
-	metrics = freeAddr(tb)
+	p := newProxy(tb)
+	metrics := freeAddr(tb)
+	p.page = "http://" + metrics + "/metrics"
 	text := readFile(tb, exampleCaddyfile)
 	for _, r := range [][2]string{
 		{"{\n\t# How long", p.options()[:len(p.options())-1] + "\n\t# How long"},
@@ -88,12 +89,12 @@ func startExample(tb testing.TB, addrs []string) (p *proxy, metrics string) {
 		text = strings.Replace(text, r[0], r[1], 1)
 	}
 	p.run(text)
-	return p, metrics
+	return p
 }
 
 func TestExampleServes(t *testing.T) {
 	fleet := engines(t, 3, fast)
-	p, metrics := startExample(t, fleet.Addrs())
+	p := startExample(t, fleet.Addrs())
 	content := text("the example", 3000)
 	first, again := p.say(content), p.say(content)
 	if first.replica() != again.replica() || again.cached(t) == 0 {
@@ -104,24 +105,15 @@ func TestExampleServes(t *testing.T) {
 			t.Errorf("%s is open to everyone: %d", path, a.status)
 		}
 	}
-	page := func() string {
-		r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "http://"+metrics+"/metrics", nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return string(exchange(p.client, r).body)
-	}
 	at(t, fleet, first.replica()).Stop()
-	await(t, "the death of the replica to be known", func() bool {
-		return strings.Contains(page(), `caddy_kv_cache_replica_eligible{fleet="default",replica="`+first.replica()+`"} 0`)
-	})
+	p.awaitRefused(first.replica())
 	for range 10 {
 		if a := p.say(content); a.replica() == first.replica() {
 			t.Errorf("an answer came from a replica that is down")
 		}
 	}
-	if !strings.Contains(page(), `caddy_kv_cache_decisions_total{fleet="default",policy="kv_cache_aware",reason="match"}`) {
-		t.Error("no decisions on the page of metrics")
+	if p.decided("match") == 0 {
+		t.Error("no matches on the page of metrics")
 	}
 	await(t, "the access log", func() bool { return strings.Count(p.log.String(), `"matched_tokens":`) >= 12 })
 	if log := p.log.String(); !strings.Contains(log, `"replica":"`+first.replica()+`"`) || !strings.Contains(log, `"reason":"match"`) {

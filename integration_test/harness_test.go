@@ -104,7 +104,9 @@ type proxy struct {
 	cmd    *exec.Cmd
 	exited chan struct{}
 	client *http.Client
-	config int // number of the latest configuration, which its answers have in X-Config
+	config int    // number of the latest configuration, which its answers have in X-Config
+	level  string // of the log
+	page   string // URL of its metrics
 }
 
 // start runs Caddy with one site of the given directives until the test ends. Its page of metrics is
@@ -120,8 +122,9 @@ func newProxy(tb testing.TB) *proxy {
 	tb.Helper()
 	p := &proxy{
 		tb: tb, addr: freeAddr(tb), admin: freeAddr(tb), dir: tb.TempDir(),
-		exited: make(chan struct{}), client: newClient(tb),
+		exited: make(chan struct{}), client: newClient(tb), level: "DEBUG",
 	}
+	p.page = "http://" + p.addr + "/caddy-metrics"
 	return p
 }
 
@@ -149,12 +152,12 @@ func (p *proxy) options() string {
 	grace_period 5s
 	storage file_system %q
 	log {
-		level DEBUG
+		level %s
 	}
 	servers {
 		protocols h1 h2c
 	}
-}`, p.admin, filepath.ToSlash(p.dir))
+}`, p.admin, filepath.ToSlash(p.dir), p.level)
 }
 
 // run starts the process with a configuration and waits until it serves it.
@@ -181,7 +184,8 @@ func (p *proxy) run(config string) {
 			p.tb.Fatalf("Caddy ended at once:\n%s", p.log.String())
 		default:
 		}
-		return strings.Contains(p.log.String(), "serving initial configuration")
+		status, config := p.ask(http.MethodGet, "/config/", "", nil)
+		return status == http.StatusOK && strings.HasPrefix(config, "{")
 	})
 }
 
@@ -270,18 +274,26 @@ func (p *proxy) reload(directives string) {
 	})
 }
 
+func (p *proxy) metricsPage() answer {
+	r, err := http.NewRequestWithContext(p.tb.Context(), http.MethodGet, p.page, nil)
+	if err != nil {
+		return answer{err: err}
+	}
+	return exchange(p.client, r)
+}
+
 // metric sums the values of a family of Caddy's metrics over all label sets that include those given,
 // as name, value, name, value. A histogram counts its observations. It is 0 if there are none.
 func (p *proxy) metric(name string, labels ...string) float64 {
 	p.tb.Helper()
-	page := exchange(p.client, p.request(http.MethodGet, "/caddy-metrics", nil))
+	page := p.metricsPage()
 	if err := page.bad(); err != nil {
 		p.tb.Fatalf("Caddy's page of metrics: %v", err)
 	}
 	parser := expfmt.NewTextParser(model.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(bytes.NewReader(page.body))
 	if err != nil {
-		p.tb.Fatalf("Caddy's page of metrics: %v", err)
+		p.tb.Fatalf("Caddy's page of metrics: %v\n%.300q", err, page.body)
 	}
 	sum := 0.0
 next:

@@ -157,8 +157,7 @@ func TestPromptsStayPrivate(t *testing.T) {
 	if seen.Load() < 20 {
 		t.Fatalf("only %d requests with the marker reached an engine", seen.Load())
 	}
-	page := exchange(p.client, p.request(http.MethodGet, "/caddy-metrics", nil))
-	told := map[string]string{"the page of metrics": string(page.body)}
+	told := map[string]string{"the page of metrics": string(p.metricsPage().body)}
 	for _, path := range []string{"/config/", "/reverse_proxy/upstreams", "/metrics", "/kv_cache/replicas", "/debug/vars"} {
 		_, told["admin API at "+path] = p.ask(http.MethodGet, path, "", nil)
 	}
