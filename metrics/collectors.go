@@ -80,6 +80,9 @@ func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, e := range engineExports {
 		out <- e.desc
 	}
+	for _, e := range eventsExports {
+		out <- e.desc
+	}
 	for _, e := range fleetExports {
 		out <- e.desc
 	}
@@ -118,6 +121,11 @@ func collectReplica(out chan<- prometheus.Metric, fleet string, v *View) {
 	replica := label(v.Replica)
 	for _, e := range replicaExports {
 		e.send(out, v, fleet, replica)
+	}
+	if v.Events != nil {
+		for _, e := range eventsExports {
+			e.send(out, v.Events, fleet, replica)
+		}
 	}
 	if v.Snapshot == nil {
 		return

@@ -46,6 +46,9 @@ type View struct {
 	// Evictions counts blocks dropped from that belief for lack of room.
 	Evictions uint64
 
+	// Events is what became of the replica's KV events, nil if none are followed.
+	Events *EventsView
+
 	// State is "eligible", or why the replica is avoided.
 	State string
 	// Eligible is whether the replica may be chosen.
@@ -54,6 +57,24 @@ type View struct {
 	Warming bool
 	// Failures counts attempts that failed in a row.
 	Failures int
+}
+
+// EventsView is what is known of the KV events of one replica, all its ranks
+// together.
+type EventsView struct {
+	// Connected is whether every rank's publisher is, and Reliable whether
+	// nothing is missing of what they told since the engine's start.
+	Connected, Reliable bool
+	// Batches counts batches of events taken in, Replayed those of them that a
+	// replay brought. Gaps counts holes in their sequence, Lost those that no
+	// replay filled, for which the rank was cleared. Errors counts broken or
+	// failed connections and unreadable messages.
+	Batches, Replayed, Gaps, Lost, Errors uint64
+	// Blocks is how many engine blocks the events say it holds.
+	Blocks int
+	// Lag is the seconds from a batch's own time to when it was taken in, of the
+	// slowest rank. The clocks' difference is part of it.
+	Lag float64
 }
 
 // FleetView is what is exported of one fleet.
@@ -109,6 +130,22 @@ var replicaExports = []export[View]{
 	ofReplica("replica_held_blocks", "Prefix blocks the replica is believed to hold.", asGauge, func(v *View) float64 { return v.Blocks }),
 	ofReplica("replica_capacity_blocks", "Prefix blocks the replica is believed to have room for.", asGauge, func(v *View) float64 { return v.Capacity }),
 	ofReplica("replica_evicted_blocks_total", "Prefix blocks dropped from that belief for lack of room.", asCounter, func(v *View) float64 { return float64(v.Evictions) }),
+}
+
+var eventsExports = []export[EventsView]{
+	ofEvents("connected", "Whether the replica's KV events are received.", asGauge, func(v *EventsView) float64 { return oneIf(v.Connected) }),
+	ofEvents("reliable", "Whether nothing is missing of the KV events since the engine's start.", asGauge, func(v *EventsView) float64 { return oneIf(v.Reliable) }),
+	ofEvents("batches_total", "Batches of KV events taken in.", asCounter, func(v *EventsView) float64 { return float64(v.Batches) }),
+	ofEvents("replayed_batches_total", "Batches of KV events that a replay brought.", asCounter, func(v *EventsView) float64 { return float64(v.Replayed) }),
+	ofEvents("gaps_total", "Holes in the sequence of KV events.", asCounter, func(v *EventsView) float64 { return float64(v.Gaps) }),
+	ofEvents("lost_total", "Holes that no replay filled, so that all that was known of a rank was dropped.", asCounter, func(v *EventsView) float64 { return float64(v.Lost) }),
+	ofEvents("errors_total", "Connections that failed or broke, and messages that could not be read.", asCounter, func(v *EventsView) float64 { return float64(v.Errors) }),
+	ofEvents("blocks", "Engine blocks that the KV events say the replica holds.", asGauge, func(v *EventsView) float64 { return float64(v.Blocks) }),
+	ofEvents("lag_seconds", "Seconds from the making of the last KV events to their being taken in, the clocks' difference included.", asGauge, func(v *EventsView) float64 { return v.Lag }),
+}
+
+func ofEvents(name, help string, kind prometheus.ValueType, value func(*EventsView) float64) export[EventsView] {
+	return export[EventsView]{describe("events_"+name, help, "fleet", "replica"), kind, always(value)}
 }
 
 // engineFacts are the facts of a [Snapshot] by name. They are exported as

@@ -58,6 +58,9 @@ func replicaOf(v *metrics.View) Replica {
 	if v.BytesPerToken > 0 {
 		r.Learned.BytesPerToken = &v.BytesPerToken
 	}
+	if e := v.Events; e != nil {
+		r.Events = (*Events)(e)
+	}
 	if s := v.Snapshot; s != nil {
 		r.Engine = &Engine{Kind: s.Engine.String(), Age: v.Age, Models: s.Models, Adapters: s.Adapters, Facts: s.Facts()}
 	}

@@ -35,8 +35,24 @@ type Replica struct {
 	Ledger   Ledger  `json:"ledger"`
 	Learned  Learned `json:"learned"`
 	Cache    Cache   `json:"cache"`
+	// Events is left out where no KV events are followed.
+	Events *Events `json:"events,omitempty"`
 	// Engine is left out before the first good scrape.
 	Engine *Engine `json:"engine,omitempty"`
+}
+
+// Events is what became of the replica's KV events.
+type Events struct {
+	Connected bool `json:"connected"`
+	// Reliable is whether nothing is missing since the engine's start.
+	Reliable bool    `json:"reliable"`
+	Batches  uint64  `json:"batches"`
+	Replayed uint64  `json:"replayed_batches"`
+	Gaps     uint64  `json:"gaps"`
+	Lost     uint64  `json:"lost"`
+	Errors   uint64  `json:"errors"`
+	Blocks   int     `json:"engine_blocks"`
+	Lag      float64 `json:"lag_seconds"`
 }
 
 // Scrape tells of the polls of the replica's metrics page.

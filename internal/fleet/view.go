@@ -15,6 +15,7 @@ func (f *Fleet) Views(now time.Time) []metrics.View {
 	for i, p := range members {
 		views[i] = p.view(now)
 		views[i].Fleet = f.Name
+		views[i].Events = p.eventsView()
 	}
 	return views
 }
@@ -64,6 +65,25 @@ func (p *Replica) view(now time.Time) metrics.View {
 		v.Blocks = float64(p.registry.Index.Len(p.Slot))
 		v.Capacity = float64(p.registry.Index.Capacity(p.Slot))
 		v.Evictions = p.registry.Index.Evictions(p.Slot)
+	}
+	return v
+}
+
+// eventsView sums up the streams of KV events, nil if none are followed.
+func (p *Replica) eventsView() *metrics.EventsView {
+	s, followed := p.Events()
+	if !followed {
+		return nil
+	}
+	v := &metrics.EventsView{Connected: len(s.Ranks) > 0, Reliable: s.Current && s.Whole, Blocks: s.Blocks}
+	for _, r := range s.Ranks {
+		v.Connected = v.Connected && r.Connected
+		v.Batches += r.Messages
+		v.Replayed += r.ReplayedMessages
+		v.Gaps += r.Gaps
+		v.Lost += r.Lost
+		v.Errors += r.DialErrors + r.ReadErrors + r.FrameErrors + r.DecodeErrors + r.ReplayErrors
+		v.Lag = max(v.Lag, r.Lag.Seconds())
 	}
 	return v
 }
