@@ -38,4 +38,5 @@ To see what they do, without any server or GPU:
 // subcommands make what stands after `caddy kv-cache`.
 var subcommands = []func() *cobra.Command{
 	newDemo,
+	newReplay,
 }

@@ -12,12 +12,14 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/caddyserver/caddy/v2"
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
@@ -127,7 +129,7 @@ func (f *replayFlags) run(cmd *cobra.Command) (int, error) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second Ctrl-C does not wait
-	err := f.play(ctx, cmd.Flags().Args(), cmd.OutOrStdout(), cmd.ErrOrStderr())
+	err := f.play(ctx, cmd.Flags().Args(), typed(cmd), cmd.OutOrStdout(), cmd.ErrOrStderr())
 	switch {
 	case err == nil:
 		return caddy.ExitCodeSuccess, nil
@@ -138,12 +140,12 @@ func (f *replayFlags) run(cmd *cobra.Command) (int, error) {
 }
 
 // play is the command without its environment.
-func (f *replayFlags) play(ctx context.Context, args []string, out, status io.Writer) error {
+func (f *replayFlags) play(ctx context.Context, args []string, typed string, out, status io.Writer) error {
 	study, err := f.study()
 	if err != nil {
 		return err
 	}
-	report := replay.Report{Title: "Made-up chats", Seeds: f.seeds, Command: f.command(args)}
+	report := replay.Report{Title: "Made-up chats", Seeds: f.seeds, Command: typed}
 	if len(args) > 0 {
 		report.Title = filepath.Base(args[0])
 	}
@@ -292,7 +294,7 @@ func leftOut(s trace.Skipped) string {
 			parts = append(parts, fmt.Sprintf("%d %s", n, strings.ReplaceAll(name, "_", " ")))
 		}
 	}
-	slicesSort(parts)
+	slices.Sort(parts)
 	return strings.Join(parts, ", ")
 }
 
@@ -310,9 +312,114 @@ func limited(requests iter.Seq2[trace.Request, error], limit int) iter.Seq2[trac
 	}
 }
 
-// command is what was typed, for the report.
-func (f *replayFlags) command(args []string) string {
-	return "caddy kv-cache replay " + strings.Join(append(quoted(os.Args, "replay"), quietly(args)...), " ")
+// typed is the command line that was given, for the report.
+func typed(cmd *cobra.Command) string {
+	words := []string{"caddy kv-cache replay"}
+	for _, arg := range cmd.Flags().Args() {
+		words = append(words, shellQuoted(filepath.Base(arg)))
+	}
+	cmd.Flags().Visit(func(flag *pflag.Flag) {
+		switch values, many := flag.Value.(pflag.SliceValue); {
+		case flag.Name == "report":
+		case flag.Value.Type() == "bool":
+			words = append(words, "--"+flag.Name)
+		case many && flag.Value.Type() == "stringArray":
+			for _, v := range values.GetSlice() {
+				words = append(words, "--"+flag.Name, shellQuoted(v))
+			}
+		case many:
+			words = append(words, "--"+flag.Name, strings.Join(values.GetSlice(), ","))
+		default:
+			words = append(words, "--"+flag.Name, shellQuoted(flag.Value.String()))
+		}
+	})
+	return strings.Join(words, " ")
+}
+
+// shellQuoted is a word as a shell takes it.
+func shellQuoted(word string) string {
+	const plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./:=,@%+"
+	if word != "" && strings.Trim(word, plain) == "" {
+		return word
+	}
+	return "'" + strings.ReplaceAll(word, "'", `'\''`) + "'"
+}
+
+// facts says what was played.
+func (f *replayFlags) facts(s replay.Study, skipped string) []string {
+	requests := s.Traffic.Count() * f.copies
+	loop := "each at its recorded time"
+	if s.Traffic.Closed() {
+		loop = "each after the answer to the one before it in its session and the time to think"
+	}
+	facts := []string{
+		fmt.Sprintf("%d requests with %.1f million prompt tokens, %s, at %g times the recorded rate.",
+			requests, float64(s.Traffic.PromptTokens()*f.copies)/1e6, loop, f.rate),
+		fmt.Sprintf("%d replicas: %s blocks of %s tokens, %s prompt tokens a second, %v and %s a decoding sequence for a step; scraped every %v.",
+			f.replicas, listed(f.blocks), listed(f.blockTokens), strings.Join(f.prefillRates, ", "), f.stepOverhead, listed(f.decodeCosts), f.scrape),
+	}
+	if len(f.changes) > 0 {
+		facts = append(facts, "Changes: "+strings.Join(f.changes, ", ")+".")
+	}
+	if skipped != "" {
+		facts = append(facts, skipped)
+	}
+	return facts
+}
+
+func listed[T any](values []T) string {
+	words := make([]string, len(values))
+	for i, v := range values {
+		words[i] = fmt.Sprint(v)
+	}
+	return strings.Join(words, ", ")
+}
+
+func writeReport(name string, r *replay.Report) error {
+	file, err := os.Create(name)
+	if err != nil {
+		return err
+	}
+	return errors.Join(r.Write(file), file.Close())
+}
+
+// replayTable compares policies.
+func (p *printer) replayTable(r *replay.Report) {
+	rows := r.Rows()
+	name := 0
+	for _, row := range rows {
+		name = max(name, len(row.Policy))
+	}
+	wide := 7
+	if r.Seeds > 1 {
+		wide = 12
+	}
+	base := r.Base()
+	line := func(policy string, cells ...string) {
+		fmt.Fprintf(p, "%-*s", name, policy)
+		for _, c := range cells[:6] {
+			fmt.Fprintf(p, " %*s", wide, c)
+		}
+		fmt.Fprintf(p, " %6s %7s  %s\n", cells[6], cells[7], cells[8])
+	}
+	fmt.Fprint(p, p.bold)
+	line("policy", "hit %", "TTFT", "p50", "p90", "p99", "e2e", "held", "busiest", "TTFT ×")
+	fmt.Fprint(p, p.plain)
+	for _, row := range rows {
+		line(row.Policy, row.HitRate, row.Mean, row.P50, row.P90, row.P99, row.Total, row.Held, row.Busiest, row.Against)
+	}
+	fmt.Fprintln(p)
+	if base != "" {
+		p.say("TTFT × is the mean against %s, the best rule here that is not of this module.", base)
+	}
+	if r.Seeds > 1 {
+		p.say("Means over %d seeds, ± their standard deviation; (noise) is a difference that could be chance (paired t-test, 95 %%).", r.Seeds)
+	}
+	for _, row := range rows {
+		if row.Failed > 0 {
+			p.say("%s: %d requests failed, because no replica took them or theirs went down in the middle of the answer.", row.Policy, row.Failed)
+		}
+	}
 }
 
 func printResults(out io.Writer, results []replay.Result) error {

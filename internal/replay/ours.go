@@ -9,83 +9,111 @@ import (
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/plan"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
-
-// Aware is kv_cache_aware: the scheduler, ledger and index that Select uses.
-type Aware struct {
-	Rule  plan.Rule
-	Terms plan.Terms
-
-	sim      *Fleet
-	fleet    *fleet.Fleet
-	schedule *plan.Scheduler
-	replicas []*fleet.Replica
-	booked   map[*Request]*fleet.Reservation
-	last     []enginesim.Stats
-}
 
 // epoch is virtual time zero.
 var epoch = time.Unix(1_000_000_000, 0)
 
-func (a *Aware) Start(f *Fleet) {
-	registry := fleet.NewRegistry()
+// ledgers is what both policies of this module have: a fleet of replicas, and a
+// reservation for each request in flight.
+type ledgers struct {
+	sim      *Fleet
+	registry *fleet.Registry
+	fleet    *fleet.Fleet
+	replicas []*fleet.Replica
+	booked   map[*Request]*fleet.Reservation
+}
+
+func (l *ledgers) start(f *Fleet) {
+	l.sim, l.registry = f, fleet.NewRegistry()
 	var addrs []string
 	for i := range f.Engines {
-		addrs = append(addrs, fmt.Sprintf("replica-%d", i))
+		addrs = append(addrs, fmt.Sprintf("replica-%d.%d:8000", i, f.Setup.Seed))
 	}
-	a.sim = f
-	a.fleet = registry.New(fleet.Config{Interval: f.Setup.Scrape}, addrs)
+	l.fleet = l.registry.New(fleet.Config{Interval: f.Setup.Scrape}, addrs)
 	for _, addr := range addrs {
-		a.replicas = append(a.replicas, a.fleet.Replica(addr, epoch))
+		l.replicas = append(l.replicas, l.fleet.Replica(addr, epoch))
 	}
-	a.schedule = plan.NewScheduler(registry.Index, a.fleet.Rate)
+	l.booked = make(map[*Request]*fleet.Reservation)
+}
+
+// send books a request and sends it.
+func (l *ledgers) send(now time.Duration, r *Request, replica int, hit, uncached float64, reason string) {
+	tokens := float64(r.PromptTokens)
+	booked := &fleet.Reservation{Prompt: tokens, Uncached: uncached, Hit: hit, Bytes: tokens * fleet.DefaultBytesPerToken}
+	l.replicas[replica].Reserve(booked, epoch.Add(now))
+	l.booked[r] = booked
+	l.sim.Send(now, r, replica, reason)
+}
+
+func (l *ledgers) finished(now time.Duration, r *Request) {
+	l.booked[r].Finish(epoch.Add(now))
+	delete(l.booked, r)
+}
+
+// Lost implements Policy.
+func (l *ledgers) Lost(now time.Duration, r *Request) {
+	l.booked[r].Abort(epoch.Add(now))
+	l.replicas[r.Replica].Failed(epoch.Add(now))
+	delete(l.booked, r)
+}
+
+// Aware is kv_cache_aware: the scheduler, ledger and index that Select uses.
+type Aware struct {
+	quiet
+	ledgers
+	Rule  plan.Rule
+	Terms plan.Terms
+
+	schedule *plan.Scheduler
+}
+
+// NewAware returns the policy with its defaults.
+func NewAware() *Aware { return &Aware{Rule: plan.Default, Terms: plan.DefaultTerms} }
+
+func (a *Aware) settings() map[string]setting {
+	return map[string]setting{
+		"match_weight": number(&a.Rule.MatchWeight),
+		"request_cost": number(&a.Rule.PerRequest),
+		"room":         duration(&a.Terms.Room),
+		"age":          number(&a.Terms.Age),
+		"slip":         number(&a.Terms.Slip),
+		"grace":        duration(&a.Terms.Grace),
+		"longest":      duration(&a.Terms.Longest),
+	}
+}
+
+// Start implements Policy.
+func (a *Aware) Start(f *Fleet) {
+	a.start(f)
+	a.schedule = plan.NewScheduler(a.registry.Index, a.fleet.Rate)
 	a.schedule.Rule, a.schedule.Terms = a.Rule, a.Terms
-	a.booked = make(map[*Request]*fleet.Reservation)
 }
 
 // Arrive implements Policy.
 func (a *Aware) Arrive(now time.Duration, r *Request) {
-	ask := &asking{a: a, r: r, now: now}
-	ask.Request = plan.Request{
+	k := &asking{policy: a, request: r, now: now}
+	k.Request = plan.Request{
 		Chain: r.Text, Tokens: float64(r.PromptTokens), PerBlock: TextBlockTokens,
-		Replicas: a.replicas, Caller: ask,
+		Key: r.TurnKey, Replicas: a.replicas, Caller: k,
 	}
-	if len(r.Text) > 0 {
-		ask.Key = r.Text[len(r.Text)-1]
-	}
-	a.schedule.Submit(&ask.Request, epoch.Add(now))
-}
-
-type asking struct {
-	plan.Request
-	a   *Aware
-	r   *Request
-	now time.Duration
-}
-
-func (k *asking) Open(int) bool  { return true }
-func (k *asking) Tried(int) bool { return false }
-func (k *asking) Send(c plan.Choice) {
-	p := k.a.replicas[c.Index]
-	res := &fleet.Reservation{Prompt: k.Tokens, Uncached: c.Uncached, Hit: c.Hit, Bytes: k.Tokens * 4}
-	at := k.now + c.Waited
-	p.Reserve(res, epoch.Add(at))
-	p.Holds(k.Chain)
-	k.a.booked[k.r] = res
-	k.a.sim.Send(at, k.r, c.Index)
+	a.schedule.Submit(&k.Request, epoch.Add(now))
 }
 
 // Finished implements Policy.
 func (a *Aware) Finished(now time.Duration, r *Request) {
-	a.booked[r].Finish(epoch.Add(now))
-	delete(a.booked, r)
+	a.finished(now, r)
 	a.schedule.Event(epoch.Add(now))
 }
 
+// Lost implements Policy.
+func (a *Aware) Lost(now time.Duration, r *Request) { a.ledgers.Lost(now, r) }
+
 // Scraped implements Policy.
 func (a *Aware) Scraped(now time.Duration, i int, s enginesim.Stats) {
-	a.fleet.Observe(a.replicas[i], metrics.Scrape{Snapshot: snapshot(now, s, a.sim.Engines[i].Config())}, epoch.Add(now))
+	a.fleet.Observe(a.replicas[i], metrics.Scrape{Snapshot: a.sim.snapshot(now, i, s)}, epoch.Add(now))
 	a.schedule.Event(epoch.Add(now))
 }
 
@@ -98,9 +126,67 @@ func (a *Aware) Next(now time.Duration) (time.Duration, bool) {
 // Act implements Policy.
 func (a *Aware) Act(now time.Duration) { a.schedule.Event(epoch.Add(now)) }
 
+// asking is one request that wants a replica.
+type asking struct {
+	plan.Request
+	policy  *Aware
+	request *Request
+	now     time.Duration
+}
+
+// Open implements plan.Caller.
+func (k *asking) Open(i int) bool {
+	if k.policy.sim.Up(i) {
+		return true
+	}
+	k.policy.replicas[i].Unavailable(epoch.Add(k.now))
+	return false
+}
+
+// Tried implements plan.Caller.
+func (k *asking) Tried(i int) bool { return k.request.Retries > 0 && i == k.request.Replica }
+
+// Send implements plan.Caller.
+func (k *asking) Send(c plan.Choice) {
+	now := k.now + c.Waited
+	if c.Index < 0 {
+		k.policy.sim.Refuse(now, k.request)
+		return
+	}
+	k.policy.send(now, k.request, c.Index, c.Hit, c.Uncached, reasonOf(c))
+	k.policy.replicas[c.Index].Holds(k.Chain)
+}
+
+// The reasons of kv_cache_aware and prefix_hash, as in their metrics.
+const (
+	reasonOnly     = "only"
+	reasonNoMatch  = "no_match"
+	reasonMatch    = "match"
+	reasonBalance  = "balance"
+	reasonHome     = "home"
+	reasonOverflow = "overflow"
+)
+
+func reasonOf(c plan.Choice) string {
+	switch {
+	case c.Open == 1:
+		return reasonOnly
+	case c.Longest == 0:
+		return reasonNoMatch
+	case c.Matched == c.Longest:
+		return reasonMatch
+	}
+	return reasonBalance
+}
+
 // snapshot is what a scrape of a simulated engine would tell.
-func snapshot(now time.Duration, s enginesim.Stats, c enginesim.Config) *metrics.Snapshot {
+func (f *Fleet) snapshot(now time.Duration, replica int, s enginesim.Stats) *metrics.Snapshot {
 	fact := func(v float64) metrics.Fact { return metrics.Fact{Value: v, Known: true} }
+	c := f.Engines[replica].Config()
+	started := epoch.Add(f.started[replica])
+	if f.started[replica] == 0 { // the fleet has been up for long when the traffic begins
+		started = epoch.Add(-24 * time.Hour)
+	}
 	return &metrics.Snapshot{
 		At: epoch.Add(now), Engine: metrics.VLLM, Rows: 1,
 		Running: fact(float64(s.Running)), Waiting: fact(float64(s.Waiting)), KVUsage: fact(s.KVUsage),
@@ -108,6 +194,80 @@ func snapshot(now time.Duration, s enginesim.Stats, c enginesim.Config) *metrics
 		PrefixQueries: fact(float64(s.PrefixQueries)), PrefixHits: fact(float64(s.PrefixHits)),
 		PromptTokens: fact(float64(s.PromptTokens)), CachedPromptTokens: fact(float64(s.CachedTokens)),
 		GenerationTokens: fact(float64(s.GenerationTokens)), FirstTokens: fact(float64(s.FirstTokens)),
-		Finished: fact(float64(s.Finished)), PrefillSeconds: fact(s.PrefillTime.Seconds()), StartTime: fact(0),
+		Finished: fact(float64(s.Finished)), PrefillSeconds: fact(s.PrefillTime.Seconds()),
+		StartTime: fact(float64(started.Unix())),
 	}
 }
+
+// PrefixHash is prefix_hash: the depths, order and bound that Select uses.
+type PrefixHash struct {
+	quiet
+	ledgers
+	Rule   plan.HashRule
+	Prefix float64 // bytes; 0 adapts
+
+	depths *plan.Depths
+	homes  []plan.Home
+	at     []int
+}
+
+// NewPrefixHash returns the policy with its defaults.
+func NewPrefixHash() *PrefixHash { return &PrefixHash{Rule: plan.DefaultHashRule} }
+
+func (p *PrefixHash) settings() map[string]setting {
+	return map[string]setting{
+		"load_factor": number(&p.Rule.LoadFactor),
+		"slack":       number(&p.Rule.Slack),
+		"prefix":      number(&p.Prefix),
+	}
+}
+
+// Start implements Policy.
+func (p *PrefixHash) Start(f *Fleet) {
+	p.start(f)
+	p.depths = plan.NewDepths(int64(p.Prefix))
+}
+
+// Arrive implements Policy.
+func (p *PrefixHash) Arrive(now time.Duration, r *Request) {
+	tokens := float64(r.PromptTokens)
+	read := prompt.Prompt{Chain: r.Text, Turn: r.Turn, TurnKey: r.TurnKey}
+	key := p.depths.Key(&read, tokens, len(p.replicas), epoch.Add(now))
+	for _, again := range []bool{false, true} {
+		p.gather(now, r, key, again)
+		if len(p.homes) > 0 {
+			break
+		}
+	}
+	best, first := p.Rule.Choose(p.homes)
+	switch {
+	case best < 0:
+		p.sim.Refuse(now, r)
+	case len(p.homes) == 1:
+		p.send(now, r, p.at[best], 0, tokens, reasonOnly)
+	case best == first:
+		p.send(now, r, p.at[best], 0, tokens, reasonHome)
+	default:
+		p.send(now, r, p.at[best], 0, tokens, reasonOverflow)
+	}
+}
+
+// gather lists the replicas that may serve the request; again also those that
+// were tried or failed.
+func (p *PrefixHash) gather(now time.Duration, r *Request, key uint64, again bool) {
+	p.homes, p.at = p.homes[:0], p.at[:0]
+	for i, replica := range p.replicas {
+		tried := r.Retries > 0 && i == r.Replica || replica.Avoided(epoch.Add(now)) != fleet.Eligible
+		if !p.sim.Up(i) || tried && !again {
+			continue
+		}
+		p.homes = append(p.homes, plan.Home{Order: plan.Rendezvous(key, replica.ID), Load: replica.Outstanding()})
+		p.at = append(p.at, i)
+	}
+}
+
+// Finished implements Policy.
+func (p *PrefixHash) Finished(now time.Duration, r *Request) { p.finished(now, r) }
+
+// Lost implements Policy.
+func (p *PrefixHash) Lost(now time.Duration, r *Request) { p.ledgers.Lost(now, r) }

@@ -1,60 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package replay plays a trace against simulated replicas in virtual time,
+// Package replay plays traffic against simulated replicas in virtual time,
 // thousands of times faster than the wall clock, and measures what a policy
-// makes of it: hit rate and time to first token.
+// makes of it: hit rate, time to first token, load per replica.
+//
+// The two policies of this module run through the very code that a request in
+// Caddy takes (packages plan, fleet and residency); only what a proxy does around
+// it, reading bodies and scraping pages, is left out. The rules of other routers
+// are written anew from their descriptions, to compare with.
+//
+// [Load] takes traffic in, [Run] plays it once, and [Study] plays it for many
+// policies and seeds and tells which differences are more than noise.
 package replay
 
 import (
 	"container/heap"
 	"errors"
-	"io"
-	"iter"
+	"fmt"
 	"math"
 	"slices"
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
-	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/trace"
 )
-
-// TextBlockTokens is how many tokens a block of a router's own chain stands for.
-const TextBlockTokens = 64
-
-// Request is one request on its way.
-type Request struct {
-	// Number counts requests from 0.
-	Number int
-	// Session names the conversation, if there is one.
-	Session string
-	// Text is the chain of blocks of TextBlockTokens tokens, as a router sees it.
-	Text []uint64
-	// PromptTokens and OutputTokens are its lengths.
-	PromptTokens, OutputTokens int
-	// Arrived is when it came; Sent when and Replica where it was sent.
-	Arrived, Sent time.Duration
-	Replica       int
-
-	engine  enginesim.Request
-	session *running
-	done    bool
-}
-
-// Policy decides where requests go.
-type Policy interface {
-	// Start is called once, with the fleet that there is.
-	Start(f *Fleet)
-	// Arrive decides where a request goes, by calling f.Send now or later.
-	Arrive(now time.Duration, r *Request)
-	// Finished tells that a request was answered.
-	Finished(now time.Duration, r *Request)
-	// Scraped tells what a replica published last.
-	Scraped(now time.Duration, replica int, s enginesim.Stats)
-	// Next is when the policy wants to act by itself, false if not.
-	Next(now time.Duration) (time.Duration, bool)
-	// Act is called then.
-	Act(now time.Duration)
-}
 
 // Setup says what is simulated.
 type Setup struct {
@@ -62,254 +30,314 @@ type Setup struct {
 	Engines []enginesim.Config
 	// Scrape is the time between two looks at a replica's metrics, 0 for none.
 	Scrape time.Duration
-	// Rate multiplies the arrival rate of the trace.
+	// Rate multiplies the arrival rate of the traffic. Default: 1.
 	Rate float64
+	// Changes are what happens to replicas on the way.
+	Changes []Change
+	// Seed chooses what is random: names of replicas, ties, the arrivals' Jitter.
+	Seed uint64
+	// Jitter is the most that a request (or the start of a session) is late by
+	// chance. Where it is not 0, seeds differ in their arrivals.
+	Jitter time.Duration
+	// Copies is how many times each session is played; copies share with each
+	// other what different recorded sessions share, which is a system prompt,
+	// and no more. Sessions alone can be copied. Default: 1.
+	Copies int
+	// Ramp is the time over which copies start. Default: as recorded.
+	Ramp time.Duration
 }
 
-// Fleet is the simulated replicas.
-type Fleet struct {
-	Setup   Setup
-	Engines []*enginesim.Engine
-
-	sim *simulation
+func (s Setup) withDefaults() Setup {
+	if s.Rate <= 0 {
+		s.Rate = 1
+	}
+	s.Copies = max(1, s.Copies)
+	return s
 }
 
-// Send hands a request to a replica.
-func (f *Fleet) Send(now time.Duration, r *Request, replica int) { f.sim.send(now, r, replica) }
+func (s Setup) validate(t *Traffic) error {
+	if len(s.Engines) == 0 {
+		return errors.New("no replica to replay with")
+	}
+	if s.Copies > 1 && !t.Closed() {
+		return fmt.Errorf("copies is %d, but the trace has no sessions that could be copied; raise the rate instead", s.Copies)
+	}
+	for i, e := range s.Engines {
+		if !slices.Contains(t.sizes, blockTokens(e)) {
+			return fmt.Errorf("replica %d has blocks of %d tokens, but the traffic was loaded for %v", i, blockTokens(e), t.sizes)
+		}
+	}
+	for _, c := range s.Changes {
+		if c.Replica < 0 || c.Replica >= len(s.Engines) {
+			return fmt.Errorf("%v names replica %d, but there are only 0 to %d", c, c.Replica, len(s.Engines)-1)
+		}
+	}
+	return nil
+}
+
+// blockTokens is the block size that an engine of this configuration has.
+func blockTokens(c enginesim.Config) int {
+	if c.BlockTokens > 0 {
+		return c.BlockTokens
+	}
+	return enginesim.DefaultBlockTokens
+}
 
 // Outcome is what became of one request, in virtual time.
 type Outcome struct {
-	TTFT, Total    time.Duration
+	// Arrived is when the request came; TTFT and Total how long after that its
+	// first and its last token came, and Held how much of it the router kept it.
+	Arrived, TTFT, Total, Held time.Duration
+	// Prompt is its length and Cached what of it was not computed, in tokens.
 	Prompt, Cached int
-	Replica        int
-	Arrived        time.Duration
-	Waited         time.Duration
+	// Replica is where it was answered and Reason why it went there.
+	Replica int
+	Reason  string
+	// Retries counts the attempts that a replica's end cut short.
+	Retries int
+	// Failed: no replica took it. The times are zero.
+	Failed bool
 }
 
-type simulation struct {
-	fleet   *Fleet
-	policy  Policy
-	now     time.Duration
-	pending arrivals
-	next    func() (trace.Request, error, bool)
-	ahead   *trace.Request
-	number  int
-	out     []Outcome
-	err     error
+// Run plays traffic once and returns the outcomes in order of completion.
+func Run(setup Setup, p Policy, t *Traffic) ([]Outcome, error) {
+	return run(setup, p, t, nil)
 }
 
-// Run plays requests, or the sessions of a closed loop if there are any.
-func Run(setup Setup, p Policy, requests iter.Seq2[trace.Request, error], sessions iter.Seq[*trace.Session]) ([]Outcome, error) {
-	if setup.Rate <= 0 {
-		setup.Rate = 1
+// run also reports each request that is done with.
+func run(setup Setup, p Policy, t *Traffic, done func()) ([]Outcome, error) {
+	setup = setup.withDefaults()
+	if err := setup.validate(t); err != nil {
+		return nil, err
 	}
-	s := &simulation{policy: p, fleet: &Fleet{Setup: setup}}
-	s.fleet.sim = s
-	for _, c := range setup.Engines {
-		s.fleet.Engines = append(s.fleet.Engines, enginesim.New(c))
-	}
+	s := &simulation{policy: p, traffic: t, done: done}
+	s.fleet = newFleet(setup, s)
+	s.changes = changesInOrder(setup.Changes)
+	s.source = t.source(setup)
+	s.out = make([]Outcome, 0, t.Count()*setup.Copies)
 	p.Start(s.fleet)
-	if sessions != nil {
-		for session := range sessions {
-			r := &running{session: session}
-			s.follow(r, time.Duration(float64(session.Start)/setup.Rate), true)
-		}
-	} else {
-		next, stop := iter.Pull2(requests)
-		defer stop()
-		s.next = func() (trace.Request, error, bool) { r, err, ok := next(); return r, err, ok }
-	}
 	s.run()
 	return s.out, s.err
 }
 
 const never = time.Duration(math.MaxInt64)
 
+type simulation struct {
+	fleet   *Fleet
+	policy  Policy
+	traffic *Traffic
+	source  source
+	changes []Change
+	number  int
+	out     []Outcome
+	err     error
+	done    func()
+	lost    []*Request // by a restart, to be tried again
+	told    []progress // by the engines, to be told to the policy
+}
+
+// progress is a first token or the end of a request. Policies hear of it when
+// all engines have come to the same time, since what they do then may concern
+// any of them.
+type progress struct {
+	request  *Request
+	at       time.Duration
+	finished bool
+}
+
 func (s *simulation) run() {
 	scrape := s.fleet.Setup.Scrape
-	if scrape == 0 {
+	if scrape <= 0 {
 		scrape = never
 	}
+	now := time.Duration(0)
 	for s.err == nil {
-		t := s.arrival()
-		busy := t < never
-		for _, e := range s.fleet.Engines {
-			if at, ok := e.Next(); ok {
-				t, busy = min(t, at), true
-			}
+		wake := never // when the policy acts by itself
+		if at, ok := s.policy.Next(now); ok {
+			wake = max(at, now)
 		}
-		if at, ok := s.policy.Next(s.now); ok {
-			t, busy = min(t, max(at, s.now)), true
-		}
-		if !busy {
+		next := min(s.next(), wake)
+		if next == never {
 			return
 		}
-		t = min(t, scrape)
-		s.now = t
+		now = min(next, scrape)
 		for _, e := range s.fleet.Engines {
-			e.Advance(t)
+			e.Advance(now)
 		}
-		if t >= scrape {
-			for i, e := range s.fleet.Engines {
-				s.policy.Scraped(t, i, e.Stats())
-			}
+		s.tell()
+		s.change(now)
+		if now >= scrape {
+			s.scrape(now)
 			scrape += s.fleet.Setup.Scrape
 		}
-		for s.err == nil && s.arrival() <= t {
-			s.policy.Arrive(t, s.take(t))
+		for s.err == nil && s.source.due() <= now {
+			s.arrive(now)
 		}
-		if at, ok := s.policy.Next(t); ok && at <= t {
-			s.policy.Act(t)
+		if wake <= now {
+			s.policy.Act(now)
 		}
 	}
 }
 
-// arrival is when the next request comes.
-func (s *simulation) arrival() time.Duration {
-	if s.next != nil && s.ahead == nil {
-		r, err, ok := s.next()
-		switch {
-		case !ok:
-			s.next = nil
-		case err != nil:
-			s.err = err
-		default:
-			s.ahead = &r
+// next is when something happens next, scrapes and the policy's own acts left
+// out; never if nothing will.
+func (s *simulation) next() time.Duration {
+	next := s.source.due()
+	for _, e := range s.fleet.Engines {
+		if at, ok := e.Next(); ok {
+			next = min(next, at)
 		}
 	}
-	if s.ahead != nil {
-		return time.Duration(float64(s.ahead.At) / s.fleet.Setup.Rate)
+	if next < never && len(s.changes) > 0 {
+		next = min(next, s.changes[0].At)
 	}
-	if len(s.pending) > 0 {
-		return s.pending[0].due
-	}
-	return never
+	return next
 }
 
-func (s *simulation) take(now time.Duration) *Request {
-	if s.ahead != nil {
-		r := s.request(s.ahead, now)
-		s.ahead = nil
-		return r
+func (s *simulation) scrape(now time.Duration) {
+	for i, e := range s.fleet.Engines {
+		if s.fleet.up[i] {
+			s.policy.Scraped(now, i, e.Stats())
+		}
 	}
-	p := heap.Pop(&s.pending).(*running)
-	r := s.request(&p.request, now)
-	r.session = p
-	return r
 }
 
-func (s *simulation) request(t *trace.Request, now time.Duration) *Request {
+func (s *simulation) change(now time.Duration) {
+	for len(s.changes) > 0 && s.changes[0].At <= now {
+		c := s.changes[0]
+		s.changes = s.changes[1:]
+		s.fleet.apply(now, c)
+		s.policy.Changed(now, c.Replica)
+		for _, r := range s.lost {
+			s.policy.Lost(now, r)
+		}
+		for _, r := range s.lost {
+			s.retry(now, r)
+		}
+		s.lost = s.lost[:0]
+	}
+}
+
+func (s *simulation) arrive(now time.Duration) {
+	c := s.source.take(now)
 	r := &Request{
-		Number: s.number, Session: t.Session, Arrived: now,
-		Text:         t.AppendBlocks(nil, TextBlockTokens),
-		PromptTokens: max(1, t.InputTokens), OutputTokens: t.OutputTokens,
+		call: c, Number: s.number, Arrived: now,
+		Session: c.session(), Text: c.chain(0), Shared: c.shared[0],
+		Turn: c.turn, TurnKey: c.turnKey(),
+		PromptTokens: c.promptTokens, OutputTokens: c.outputTokens,
 	}
 	s.number++
-	block := s.fleet.Setup.Engines[0].BlockTokens
-	if block == 0 {
-		block = enginesim.DefaultBlockTokens
-	}
-	r.engine = enginesim.Request{
-		Blocks:       t.AppendBlocks(nil, block),
-		PromptTokens: r.PromptTokens,
-		OutputTokens: r.OutputTokens,
-		OnFinish:     func(at time.Duration, _ *enginesim.Request) { s.finish(at, r) },
-	}
-	return r
+	s.policy.Arrive(now, r)
 }
 
-func (s *simulation) send(now time.Duration, r *Request, replica int) {
-	r.Sent, r.Replica = now, replica
-	if err := s.fleet.Engines[replica].Submit(now, &r.engine); err != nil {
-		s.err = err
+func (s *simulation) send(now time.Duration, r *Request, replica int, reason string) {
+	r.Sent, r.Replica, r.Reason = now, replica, reason
+	r.engine = s.prepare(r, replica)
+	if err := s.fleet.Engines[replica].Submit(now, r.engine); err != nil {
+		s.err = fmt.Errorf("request %d at replica %d: %w", r.Number, replica, err)
 	}
+}
+
+// prepare makes what an engine is to be given of a request.
+func (s *simulation) prepare(r *Request, replica int) *enginesim.Request {
+	size := 1 + slices.Index(s.traffic.sizes, s.fleet.Engines[replica].Config().BlockTokens)
+	return &enginesim.Request{
+		Blocks:       r.call.chain(size),
+		PromptTokens: r.PromptTokens,
+		OutputTokens: r.OutputTokens,
+		OnFirstToken: func(at time.Duration, _ *enginesim.Request) { s.told = append(s.told, progress{r, at, false}) },
+		OnFinish: func(at time.Duration, e *enginesim.Request) {
+			if e.Aborted {
+				s.lost = append(s.lost, r)
+				return
+			}
+			s.told = append(s.told, progress{r, at, true})
+		},
+	}
+}
+
+func (s *simulation) tell() {
+	for i := 0; i < len(s.told); i++ {
+		if p := s.told[i]; p.finished {
+			s.finish(p.at, p.request)
+		} else {
+			s.policy.FirstToken(p.at, p.request)
+		}
+	}
+	clear(s.told)
+	s.told = s.told[:0]
+}
+
+// retry is what Caddy does when an attempt fails before the answer began: it
+// selects again. One whose answer had begun is broken.
+func (s *simulation) retry(now time.Duration, r *Request) {
+	begun := r.engine.FirstToken > 0
+	r.engine = nil
+	if begun {
+		s.refuse(now, r)
+		return
+	}
+	r.Retries++
+	s.policy.Arrive(now, r)
+}
+
+func (s *simulation) refuse(now time.Duration, r *Request) {
+	s.conclude(now, r, Outcome{Failed: true})
 }
 
 func (s *simulation) finish(at time.Duration, r *Request) {
-	if r.done {
-		return
-	}
-	r.done = true
-	s.out = append(s.out, Outcome{
-		TTFT: r.engine.FirstToken - r.Arrived, Total: at - r.Arrived,
-		Prompt: r.PromptTokens, Cached: r.engine.Cached, Replica: r.Replica,
-		Arrived: r.Arrived, Waited: r.Sent - r.Arrived,
-	})
 	s.policy.Finished(at, r)
-	if r.session != nil {
-		s.follow(r.session, at, false)
+	s.conclude(at, r, Outcome{
+		TTFT: r.engine.FirstToken - r.Arrived, Total: at - r.Arrived, Held: r.Sent - r.Arrived,
+		Cached: r.engine.Cached, Replica: r.Replica, Reason: r.Reason,
+	})
+}
+
+func (s *simulation) conclude(now time.Duration, r *Request, o Outcome) {
+	o.Arrived, o.Prompt, o.Retries = r.Arrived, r.PromptTokens, r.Retries
+	s.out = append(s.out, o)
+	s.source.answered(r.call, now)
+	if s.done != nil {
+		s.done()
 	}
 }
 
-// running is a session of a closed loop.
-type running struct {
-	session *trace.Session
-	request trace.Request
-	due     time.Duration
+// source gives out requests when they are due.
+type source interface {
+	// due is when the next one comes, never if none does for now.
+	due() time.Duration
+	take(now time.Duration) *call
+	// answered makes the next of a session due.
+	answered(c *call, now time.Duration)
 }
 
-// follow makes a session's next request due after its think time.
-func (s *simulation) follow(r *running, now time.Duration, first bool) {
-	next, err := r.session.Next(nil)
-	if errors.Is(err, io.EOF) {
-		return
-	}
-	if err != nil {
-		s.err = err
-		return
-	}
-	r.request, r.due = next, now
-	if !first {
-		r.due += time.Duration(float64(next.Think) / s.fleet.Setup.Rate)
-	}
-	heap.Push(&s.pending, r)
+// schedule is a heap of calls by the time they are due.
+type schedule []*call
+
+func (s schedule) Len() int { return len(s) }
+func (s schedule) Less(i, j int) bool {
+	return s[i].at < s[j].at || s[i].at == s[j].at && s[i].order < s[j].order
+}
+func (s schedule) Swap(i, j int) { s[i], s[j] = s[j], s[i] }
+func (s *schedule) Push(x any)   { *s = append(*s, x.(*call)) }
+func (s *schedule) Pop() any {
+	old := *s
+	last := old[len(old)-1]
+	*s = old[:len(old)-1]
+	return last
 }
 
-type arrivals []*running
-
-func (a arrivals) Len() int           { return len(a) }
-func (a arrivals) Less(i, j int) bool { return a[i].due < a[j].due }
-func (a arrivals) Swap(i, j int)      { a[i], a[j] = a[j], a[i] }
-func (a *arrivals) Push(x any)        { *a = append(*a, x.(*running)) }
-func (a *arrivals) Pop() any {
-	old := *a
-	x := old[len(old)-1]
-	*a = old[:len(old)-1]
-	return x
+func (s schedule) due() time.Duration {
+	if len(s) == 0 {
+		return never
+	}
+	return s[0].at
 }
 
-// Summary is what is told of a run; times are in seconds.
-type Summary struct {
-	Requests                   int
-	HitRate                    float64
-	Mean, P50, P90, P99, Total float64
-	Busiest                    float64 // share of uncached tokens of the busiest replica over a fair share
-	Waited                     float64
-}
+func (s *schedule) take(time.Duration) *call { return heap.Pop(s).(*call) }
 
-// Summarize sums a run up.
-func Summarize(out []Outcome, replicas int) Summary {
-	s := Summary{Requests: len(out)}
-	if len(out) == 0 {
-		return s
+func (s *schedule) answered(c *call, now time.Duration) {
+	if next := c.after(now); next != nil {
+		heap.Push(s, next)
 	}
-	ttft := make([]float64, len(out))
-	work := make([]float64, replicas)
-	var prompt, cached, all float64
-	for i, o := range out {
-		ttft[i] = o.TTFT.Seconds()
-		s.Mean += ttft[i] / float64(len(out))
-		s.Total += o.Total.Seconds() / float64(len(out))
-		s.Waited += o.Waited.Seconds() / float64(len(out))
-		prompt += float64(o.Prompt)
-		cached += float64(o.Cached)
-		work[o.Replica] += float64(o.Prompt - o.Cached)
-		all += float64(o.Prompt - o.Cached)
-	}
-	slices.Sort(ttft)
-	at := func(q float64) float64 { return ttft[min(len(ttft)-1, int(q*float64(len(ttft))))] }
-	s.P50, s.P90, s.P99 = at(0.5), at(0.9), at(0.99)
-	s.HitRate = cached / prompt
-	s.Busiest = slices.Max(work) / (all / float64(replicas))
-	return s
 }
