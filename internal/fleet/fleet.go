@@ -104,6 +104,7 @@ func (g *Registry) New(cfg Config, addrs []string) *Fleet {
 		}
 	}
 	f.members.Store(&members)
+	f.lend() // what an earlier configuration has learned
 	return f
 }
 
