@@ -55,9 +55,12 @@ func (e *Events) validate() error {
 // address, or false if that has no address for events.
 func (e *Events) stream(addr string, rank int) (kvevents.StreamConfig, bool) {
 	var cfg kvevents.StreamConfig
-	_, host, port, ok := dialed(addr)
+	network, host, port, ok := dialed(addr)
 	if !ok {
 		return cfg, false
+	}
+	if caddy.IsUnixNetwork(network) {
+		host, port = "{host}", "" // it has neither
 	}
 	if cfg.Endpoint, ok = expand(e.Endpoint, host, port, rank); !ok {
 		return cfg, false
