@@ -40,6 +40,11 @@ func (t *textRatio) observe(bytes, tokens float64) {
 type calibration struct {
 	believed, counted float64
 
+	// the same since the believed capacity was last looked at, and by how much
+	// that is below what the engine tells
+	since  struct{ believed, counted float64 }
+	shrunk float64
+
 	// the same without forgetting, since the engine's start
 	allBelieved, allCounted float64
 }
@@ -47,10 +52,18 @@ type calibration struct {
 const (
 	// calibrationMemory is the number of believed hit tokens after which an
 	// older comparison counts half: a few scrapes of a busy replica.
-	calibrationMemory = 200_000
+	calibrationMemory = 50_000
 	// calibrationFloor is how many believed tokens it takes before the
 	// comparison says anything.
 	calibrationFloor = 20_000
+	// Of a replica that confirms less than shrinkBelow of what is believed, the
+	// believed capacity shrinks, to the shrinkMost-th part at most: others use
+	// it too, or its engine evicts in another order. It grows back, by growStep
+	// each time, while it confirms more than growAbove.
+	shrinkBelow = 0.9
+	growAbove   = 0.97
+	growStep    = 0.02
+	shrinkMost  = 8
 )
 
 func (c *calibration) observe(believed, counted float64) {
@@ -58,10 +71,32 @@ func (c *calibration) observe(believed, counted float64) {
 		c.believed, c.counted = c.believed/2, c.counted/2
 	}
 	c.believed += believed
-	c.counted += counted
+	// Hits that were not believed in are no credit for later.
+	c.counted = min(c.counted+counted, c.believed+calibrationFloor)
+	c.since.believed += believed
+	c.since.counted += counted
+	if c.since.believed >= calibrationFloor {
+		c.adjust(c.since.counted / c.since.believed)
+		c.since.believed, c.since.counted = 0, 0
+	}
 	c.allBelieved += believed
 	c.allCounted += counted
 }
+
+// adjust corrects the believed capacity by the share of hits confirmed.
+func (c *calibration) adjust(confirmed float64) {
+	switch {
+	case confirmed < shrinkBelow:
+		left := max((1-c.shrunk)*max(confirmed, 0.75), 1.0/shrinkMost)
+		c.shrunk = 1 - left
+	case confirmed > growAbove:
+		c.shrunk = max(0, c.shrunk-growStep)
+	}
+}
+
+// capacity is the share of the engine's capacity that is believed to keep what
+// we send.
+func (c *calibration) capacity() float64 { return 1 - c.shrunk }
 
 // trust is the share of a believed hit that is worth counting on, 0..1.
 func (c *calibration) trust() float64 {

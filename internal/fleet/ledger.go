@@ -34,6 +34,7 @@ type ledger struct {
 	unsure uint64
 
 	passedBytes float64 // text bytes of those that got past it since the last scrape
+	passedHits  float64 // and the hit tokens believed of them
 }
 
 // outcome tells how a request ended.
@@ -137,6 +138,7 @@ func (l *ledger) pass() {
 	l.head++
 	l.past++
 	l.passedBytes += r.Bytes
+	l.passedHits += r.Hit
 }
 
 // trim gives spent room at the head back, at a cost of O(1) per reservation.

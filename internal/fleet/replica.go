@@ -64,8 +64,6 @@ type Replica struct {
 	others      float64
 	otherTokens float64
 
-	predicted float64 // hit tokens believed of requests sent since the last scrape
-
 	capacity     int     // blocks told to the residency index
 	assumed      assumed // what the fleet reckons with while nothing better is known
 	meanUncached float64 // of the requests sent here, moving average
@@ -143,7 +141,6 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 		p.idleSince = now
 	}
 	p.add(r, now, p.perSecond())
-	p.predicted += r.Hit
 	p.meanUncached += (r.Uncached - p.meanUncached) / 16
 }
 
@@ -444,10 +441,10 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 		}
 		if !p.foreign.now(now) {
 			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))
-			p.calibrated.observe(p.predicted, delta(prev.PrefixHits, next.PrefixHits))
+			p.calibrated.observe(p.passedHits, delta(prev.PrefixHits, next.PrefixHits))
 		}
 	}
-	p.passedBytes, p.predicted = 0, 0
+	p.passedBytes, p.passedHits = 0, 0
 }
 
 // firstTokens reads the engine's count of first tokens: with what we sent it
@@ -544,6 +541,7 @@ func (p *Replica) resize() {
 	if t := p.truth.Load(); t != nil && p.latest != nil && p.latest.CapacityTokens.Known {
 		t.resize(tokens, p.latest.BlockTokens.Or(defaultBlockTokens))
 	}
+	tokens *= p.calibrated.capacity()
 	blocks := max(1, int(tokens*p.assumed.bytesPerToken/prompt.BlockSize))
 	if d := blocks - p.capacity; d > p.capacity/50 || -d > p.capacity/50 {
 		p.capacity = blocks

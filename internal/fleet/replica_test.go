@@ -364,6 +364,55 @@ func TestTrust(t *testing.T) {
 	}
 }
 
+// An engine that evicts more than believed loses trust within a few scrapes, and the capacity that it is believed to
+// have shrinks; both come back.
+func TestTrustIsLostQuickly(t *testing.T) {
+	b := newBench(t, Config{})
+	requests, hits := 0.0, 0.0
+	rounds := func(n int, confirmed float64) {
+		for range n {
+			b.send(10_000, 1000).Finish(b.now)
+			requests, hits = requests+1, hits+9000*confirmed
+			b.pass(time.Second)
+			b.scrape(metrics.Snapshot{PrefixQueries: known(requests * 10_000), PrefixHits: known(hits), FirstTokens: known(requests), CapacityTokens: known(100_000)})
+		}
+	}
+	rounds(50, 1.5)
+	full := b.replica.capacity
+	rounds(8, 0)
+	if trust := b.load().Trust; trust > 0.5 {
+		t.Errorf("trust is %v after 8 scrapes without a hit", trust)
+	}
+	if now := b.replica.capacity; now > full*3/4 {
+		t.Errorf("%d of %d blocks are still believed in", now, full)
+	}
+	rounds(200, 0)
+	if least := b.replica.capacity; least < full/shrinkMost-1 || least > full/shrinkMost+1 {
+		t.Errorf("%d of %d blocks are left", least, full)
+	}
+	rounds(300, 1)
+	if trust := b.load().Trust; trust < 0.99 || b.replica.capacity < full*97/100 {
+		t.Errorf("trust %v and %d of %d blocks after all was confirmed", trust, b.replica.capacity, full)
+	}
+}
+
+// What was sent before a scrape and answered after it is compared with the hits that the engine counts then.
+func TestTrustComparesTheSameRequests(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{PrefixHits: known(0), FirstTokens: known(0)})
+	requests := 0.0
+	for range 10 {
+		r := b.send(100_000, 10_000)
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{PrefixHits: known(requests * 90_000), FirstTokens: known(requests)})
+		if trust := b.load().Trust; trust < 1 {
+			t.Errorf("trust is %v while a request waits", trust)
+		}
+		r.Finish(b.now)
+		requests++
+	}
+}
+
 func TestBytesPerToken(t *testing.T) {
 	b := newBench(t, Config{})
 	if got := b.fleet.BytesPerToken(); got != DefaultBytesPerToken {
