@@ -4,7 +4,6 @@ package integration
 
 import (
 	"fmt"
-	"slices"
 	"testing"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
@@ -69,8 +68,20 @@ func TestGrowingChats(t *testing.T) {
 	if share := float64(cached) / float64(possible); share < 0.95 {
 		t.Errorf("%.3f of the tokens that could be cached were, want 0.95", share)
 	}
-	if used := slices.Compact(slices.Sorted(slices.Values(homes))); len(used) != len(fleet) {
-		t.Errorf("%d sessions live at %d of %d replicas: %v", sessions, len(used), len(fleet), homes)
+}
+
+// New sessions are spread over an idle fleet, with no more to go by than the order of each prompt.
+func TestNewSessionsSpread(t *testing.T) {
+	fleet := engines(t, 3, fast)
+	p := start(t, aware(fleet.Addrs(), "", ""))
+	used := make(map[string]int)
+	for i := range 60 {
+		used[p.say(text(fmt.Sprint("session ", i), 1500)).replica()]++
+	}
+	for _, addr := range fleet.Addrs() {
+		if used[addr] < 3 { // of 20 on average
+			t.Errorf("%s got %d of 60 new sessions", addr, used[addr])
+		}
 	}
 }
 

@@ -43,6 +43,7 @@ func TestReloadMidStream(t *testing.T) {
 	if err := s.rest(); err != nil || s.tokens != tokens {
 		t.Errorf("the stream ended after %d of %d tokens: %v", s.tokens, tokens, err)
 	}
+	p.client = newClient(t) // the stream's connection ends with its configuration
 	for content, home := range homes {
 		a := p.say(content)
 		if a.replica() != home || a.matched(t) == 0 || a.cached(t) == 0 {

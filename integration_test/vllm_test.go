@@ -3,644 +3,208 @@
 package integration
 
 import (
-	"context"
+	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
-	"math"
 	"math/rand/v2"
 	"net/http"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/integration_test/vllm"
 )
 
-// Real engines under test: their block, and the capacity of each in blocks.
 const (
-	vllmBlock  = 32
-	vllmBlocks = 400
+	vllmBlock = 32 // tokens, as run.sh configures
+	vllmModel = "tiny"
 )
 
-// realEngines is a fleet of vLLM servers, ours or, where VLLM_URLS names them as `run.sh fleet` does,
-// somebody else's, which can't be restarted or stopped.
-type realEngines struct {
-	addrs  []string
-	model  string
-	python string
-	ours   *vllm.Fleet
-}
-
-// TestVLLM puts the built Caddy in front of two real vLLM servers, which are started once for all.
-func TestVLLM(t *testing.T) {
-	e := startVLLM(t)
-	t.Run("Answers", e.testAnswers)
-	t.Run("Clients", e.testClients)
-	t.Run("SecondTurn", e.testSecondTurn)
-	t.Run("TokensLearned", e.testTokensLearned)
-	t.Run("GrowingChats", e.testGrowingChats)
-	t.Run("OtherPrompts", e.testOtherPrompts)
-	t.Run("Prediction", e.testPrediction)
-	t.Run("Eviction", e.testEviction)
-	t.Run("Burst", e.testBurst)
-	t.Run("ClientsLeave", e.testClientsLeave)
-	t.Run("Reset", e.testReset)
-	t.Run("ReloadKeepsEvents", e.testReloadKeepsEvents)
-	if e.ours != nil {
-		t.Run("Hang", e.testHang)
-		t.Run("Restart", e.testRestart)
-	}
-}
-
-func startVLLM(t *testing.T) *realEngines {
-	if testing.Short() {
-		t.Skip("SKIPPED, real engines untested: vLLM takes minutes, and -short was given")
-	}
-	if urls := os.Getenv("VLLM_URLS"); urls != "" {
-		e := &realEngines{model: os.Getenv("VLLM_MODEL"), python: os.Getenv("VLLM_PYTHON")}
-		for _, url := range strings.Fields(urls) {
-			e.addrs = append(e.addrs, strings.TrimPrefix(url, "http://"))
-		}
-		return e
-	}
-	fleet, err := vllm.Start(t.Context(), vllm.Options{
-		Replicas: 2, Model: "tiny", Blocks: vllmBlocks, Extra: []string{"--max-num-queued-reqs=64"},
-	})
-	if errors.Is(err, vllm.ErrUnavailable) {
-		t.Skipf("SKIPPED, real engines untested: %v", err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-		http.DefaultClient.CloseIdleConnections()
-	})
-	e := &realEngines{model: fleet.Model, python: fleet.Python, ours: fleet}
-	for _, url := range fleet.URLs {
-		e.addrs = append(e.addrs, strings.TrimPrefix(url, "http://"))
-	}
-	return e
-}
-
-// followed is the policy's options for following the engines' events.
-const followed = `
-	kv_events        tcp://{host}:{port+100}
-	kv_events_replay tcp://{host}:{port+200}
-`
-
-// proxy starts a Caddy in front of the engines, whose caches are emptied before.
-func (e *realEngines) proxy(t *testing.T, policy, options string) *proxy {
-	t.Helper()
-	e.reset(t)
-	p := start(t, aware(e.addrs, policy, options))
-	p.awaitScrapes(e.addrs...)
-	return p
-}
-
-// reset empties the engines' prefix caches. An engine says so by its events only with its next step.
-func (e *realEngines) reset(t *testing.T) {
-	t.Helper()
-	client := newClient(t)
-	for _, addr := range e.addrs {
-		await(t, "an idle "+addr, func() bool {
-			resp, err := client.Post("http://"+addr+"/reset_prefix_cache", "", nil)
-			if err != nil {
-				return false
-			}
-			defer resp.Body.Close()
-			body, _ := io.ReadAll(resp.Body)
-			return resp.StatusCode == http.StatusOK && !strings.Contains(string(body), "false")
-		})
-		e.direct(t, client, addr, e.chat(4, message{"user", "step"}))
-	}
-}
-
-// direct sends a chat to an engine past Caddy.
-func (e *realEngines) direct(t *testing.T, client *http.Client, addr, body string) answer {
-	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+addr+chatPath, nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	setBody(r, body)
-	a := exchange(client, r)
-	if err := a.bad(); err != nil {
-		t.Fatalf("%s: %v", addr, err)
-	}
-	return a
-}
-
-// chat is a request for so many tokens, the likeliest ones.
-func (e *realEngines) chat(tokens int, messages ...message) string {
-	return e.chatWith(nil, tokens, messages...)
-}
-
-// chatWith is chat with further fields.
-func (e *realEngines) chatWith(fields map[string]any, tokens int, messages ...message) string {
-	body := map[string]any{"model": e.model, "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": true}
-	for name, value := range fields {
-		body[name] = value
+// vllmChat is a request whose answer is the same each time.
+func vllmChat(stream bool, tokens int, messages ...message) string {
+	body := map[string]any{"model": vllmModel, "messages": messages, "max_tokens": tokens, "temperature": 0}
+	if stream {
+		body["stream"] = true
+		body["stream_options"] = map[string]bool{"include_usage": true}
 	}
 	return asJSON(body)
 }
 
-// unique returns a text that no other run of these tests has made.
-func unique(name string, size int) string {
-	return text(fmt.Sprintf("%08x %s", rand.Uint32(), name), size)
-}
-
-func (e *realEngines) testAnswers(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	ids := make([]int, 100)
-	for i := range ids {
-		ids[i] = 20 + (i*i+rand.IntN(7))%90
-	}
-	for _, c := range []struct{ name, path, body string }{
-		{"chat", chatPath, e.chat(8, message{"system", unique("a", 300)}, message{"user", "Hello"})},
-		{"streamed chat", chatPath, e.chatWith(map[string]any{"stream": true}, 8, message{"user", unique("b", 300)})},
-		{"completion", "/v1/completions", asJSON(map[string]any{"model": e.model, "prompt": unique("c", 300), "max_tokens": 8, "temperature": 0})},
-		{"streamed completion", "/v1/completions", asJSON(map[string]any{"model": e.model, "prompt": unique("d", 300), "max_tokens": 8, "temperature": 0, "stream": true})},
-		{"token ids", "/v1/completions", asJSON(map[string]any{"model": e.model, "prompt": ids, "max_tokens": 8, "temperature": 0, "ignore_eos": true})},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			through := p.must(c.path, c.body)
-			r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+through.replica()+c.path, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			setBody(r, c.body)
-			directly := exchange(p.client, r)
-			if err := directly.bad(); err != nil {
-				t.Fatal(err)
-			}
-			if a, b := generated(t, through.body), generated(t, directly.body); a != b || a == "" {
-				t.Errorf("through Caddy %q, directly %q", a, b)
-			}
-		})
-	}
-}
-
-// generated returns the text in an answer, whole or streamed.
-func generated(t *testing.T, body []byte) string {
-	t.Helper()
-	var all strings.Builder
-	for line := range strings.Lines(string(body)) {
-		data := strings.TrimPrefix(strings.TrimSpace(line), "data: ")
-		if data == "" || data == "[DONE]" {
+// heard puts the text of a streamed answer together.
+func heard(tb testing.TB, body []byte) string {
+	tb.Helper()
+	var b strings.Builder
+	done := false
+	for lines := bufio.NewScanner(strings.NewReader(string(body))); lines.Scan(); {
+		data, found := strings.CutPrefix(lines.Text(), "data: ")
+		if !found {
 			continue
 		}
-		var a struct {
-			Choices []struct {
-				Text           string
-				Message, Delta struct{ Content string }
-			}
+		if data == "[DONE]" {
+			done = true
+			continue
 		}
-		if err := json.Unmarshal([]byte(data), &a); err != nil {
-			t.Fatalf("answer %.200s: %v", data, err)
+		var chunk struct {
+			Choices []struct{ Delta message }
 		}
-		for _, c := range a.Choices {
-			all.WriteString(c.Text + c.Message.Content + c.Delta.Content)
+		if err := json.Unmarshal([]byte(data), &chunk); err != nil {
+			tb.Fatalf("chunk %q: %v", data, err)
+		}
+		for _, c := range chunk.Choices {
+			b.WriteString(c.Delta.Content)
 		}
 	}
-	return all.String()
+	if !done {
+		tb.Error("the stream has no end")
+	}
+	return b.String()
 }
 
-// Python clients see through Caddy what they see directly; the scenarios are in the script.
-func (e *realEngines) testClients(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, e.python, filepath.Join("testdata", "clients.py"), e.model, "http://"+e.addrs[0], "http://"+p.addr)
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		t.Errorf("clients.py: %v", err)
+// realEngines returns the addresses of two vLLM servers with empty caches: those of $VLLM_URLS, which
+// "run.sh fleet … -- go test" sets, or else two started now.
+func realEngines(t *testing.T) []string {
+	t.Helper()
+	urls := strings.Fields(os.Getenv("VLLM_URLS"))
+	if len(urls) == 0 {
+		fleet, err := vllm.Start(t.Context(), vllm.Options{Replicas: 2, Model: vllmModel})
+		if errors.Is(err, vllm.ErrUnavailable) {
+			fmt.Fprintf(os.Stderr, "SKIPPED: NOTHING IS TESTED AGAINST A REAL vLLM: %v\n", err)
+			t.Skip(err)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := fleet.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		urls = fleet.URLs
 	}
-	t.Logf("%s", out)
+	addrs := make([]string, len(urls))
+	for i, url := range urls {
+		addrs[i] = strings.TrimPrefix(url, "http://")
+	}
+	return addrs
+}
+
+// The example configuration in front of two real vLLM servers.
+func TestRealVLLM(t *testing.T) {
+	if testing.Short() {
+		t.Skip("starts real engines")
+	}
+	addrs := realEngines(t)
+	p := startExample(t, addrs)
+	t.Run("the answers are vLLM's", func(t *testing.T) { answersAreVLLMs(t, p) })
+	t.Run("growing chats", func(t *testing.T) { growingVLLMChats(t, p) })
+	t.Run("predicted and counted hits", func(t *testing.T) { predictedAndCounted(t, p, addrs) })
 	p.awaitIdle()
 }
 
-func (e *realEngines) testSecondTurn(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	chat := []message{{"system", unique("rules", 600)}, {"user", unique("first", 500)}}
-	first := p.must(chatPath, e.chat(8, chat...))
-	chat = append(chat, message{"assistant", first.read(t).Choices[0].Message.Content}, message{"user", "And then?"})
-	second := p.must(chatPath, e.chat(8, chat...))
-	if second.replica() != first.replica() {
-		t.Errorf("the second turn went to %s, the first to %s", second.replica(), first.replica())
+// answersAreVLLMs compares answers through Caddy with those asked for directly.
+func answersAreVLLMs(t *testing.T, p *proxy) {
+	question := message{"user", text("a question", 1000)}
+	first := p.must(chatPath, vllmChat(false, 24, question))
+	second := p.must(chatPath, vllmChat(false, 24, question))
+	if second.replica() != first.replica() || second.cached(t) < 800 {
+		t.Errorf("the question went to %s and then to %s, where %d tokens were cached", first.replica(), second.replica(), second.cached(t))
 	}
-	if cached, before := second.cached(t), first.read(t).Usage.Prompt; cached < before-2*vllmBlock {
-		t.Errorf("%d tokens of the second turn were cached, the first had %d", cached, before)
+	direct := func(stream bool) answer {
+		t.Helper()
+		r, err := http.NewRequestWithContext(t.Context(), http.MethodPost, "http://"+first.replica()+chatPath, strings.NewReader(vllmChat(stream, 24, question)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Header.Set("Content-Type", "application/json")
+		a := exchange(p.client, r)
+		if err := a.bad(); err != nil {
+			t.Fatal(err)
+		}
+		return a
+	}
+	want := direct(false).read(t)
+	if got := second.read(t); got.Choices[0] != want.Choices[0] || got.Usage != want.Usage {
+		t.Errorf("through Caddy: %+v\ndirectly: %+v", got, want)
+	}
+	streamed := p.must(chatPath, vllmChat(true, 24, question))
+	if got, want := heard(t, streamed.body), heard(t, direct(true).body); got != want {
+		t.Errorf("streamed through Caddy: %q\ndirectly: %q", got, want)
+	}
+	if kind := streamed.header.Get("Content-Type"); !strings.HasPrefix(kind, "text/event-stream") {
+		t.Errorf("the stream's type is %q", kind)
+	}
+	for _, body := range []string{"{", `{"model":"none","messages":[]}`, `{"model":"` + vllmModel + `","messages":"x"}`} {
+		if a := p.post(chatPath, body); a.err != nil || a.status < 400 || a.status >= 500 {
+			t.Errorf("%s was answered with %d, %v", body, a.status, a.err)
+		}
 	}
 }
 
-// The tokenizer of the test's models makes one token of a byte, where four bytes are assumed at first: the engine's own
-// counts must correct that with the first scrape.
-func (e *realEngines) testTokensLearned(t *testing.T) {
-	p := e.proxy(t, "", "")
-	p.must(chatPath, e.chat(4, message{"user", unique("a", 1500)}))
-	p.awaitScrapes(e.addrs...)
-	content := unique("b", 1500)
-	p.must(chatPath, e.chat(4, message{"user", content}))
-	again := p.must(chatPath, e.chat(4, message{"user", content}))
-	if predicted, counted := again.matched(t), again.cached(t); math.Abs(float64(predicted-counted)) > 0.1*float64(counted)+2*vllmBlock {
-		t.Errorf("predicted %d tokens, the engine counted %d", predicted, counted)
-	}
-}
-
-// mixture sums what was predicted and what the engine counted.
-type mixture struct {
-	mu                                 sync.Mutex
-	prompt, predicted, counted, missed float64
-	requests                           int
-}
-
-func (m *mixture) add(t *testing.T, a answer) {
-	u, predicted := a.read(t).Usage, float64(a.matched(t))
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.requests++
-	m.prompt += float64(u.Prompt)
-	m.predicted += predicted
-	m.counted += float64(u.Details.Cached)
-	m.missed += math.Abs(predicted - float64(u.Details.Cached))
-}
-
-// error is the difference of the sums, and the mean difference of single requests, as shares of the prompts.
-func (m *mixture) error() (sums, singles float64) {
-	return (m.predicted - m.counted) / m.prompt, m.missed / m.prompt
-}
-
-func (m *mixture) String() string {
-	sums, singles := m.error()
-	return fmt.Sprintf("%d requests, %.0f prompt tokens: %.3f cached, %.3f predicted; error of the sums %+.4f, of single requests %.4f",
-		m.requests, m.prompt, m.counted/m.prompt, m.predicted/m.prompt, sums, singles)
-}
-
-func (e *realEngines) testGrowingChats(t *testing.T) {
-	const sessions, turns = 6, 8
-	p := e.proxy(t, followed, "")
-	chats := make([][]message, sessions)
-	before := make([]int, sessions) // tokens of the turn before, in whole blocks
-	possible, cached := 0, 0
-	var all mixture
-	for turn := range turns {
+// growingVLLMChats lets 6 chats take turns 8 times.
+func growingVLLMChats(t *testing.T, p *proxy) {
+	chats := make([][]message, 6)
+	before := make([]int, len(chats)) // prompt tokens of the turn before
+	homes := make([]string, len(chats))
+	var possible, cached int
+	for turn := range 8 {
 		for i := range chats {
-			chats[i] = append(chats[i], message{"user", unique(fmt.Sprintf("session %d turn %d", i, turn), 200)})
-			a := p.must(chatPath, e.chat(16, chats[i]...))
+			chats[i] = append(chats[i], message{"user", text(fmt.Sprintf("chat %d turn %d", i, turn), 250)})
+			a := p.must(chatPath, vllmChat(false, 12, chats[i]...))
 			r := a.read(t)
-			all.add(t, a)
-			possible += before[i]
-			cached += min(r.Usage.Details.Cached, before[i])
-			before[i] = r.Usage.Prompt / vllmBlock * vllmBlock
+			if turn == 0 {
+				homes[i] = a.replica()
+			} else if a.replica() != homes[i] {
+				t.Errorf("chat %d moved at turn %d from %s to %s", i, turn, homes[i], a.replica())
+			}
+			possible += before[i] / vllmBlock * vllmBlock
+			cached += r.Usage.Details.Cached
+			before[i] = r.Usage.Prompt
 			chats[i] = append(chats[i], message{"assistant", r.Choices[0].Message.Content})
 		}
 	}
 	share := float64(cached) / float64(possible)
-	t.Logf("%.3f of the %d tokens that could be cached were; %v", share, possible, &all)
+	t.Logf("%d of %d tokens that could be cached were: %.4f", cached, possible, share)
 	if share < 0.95 {
 		t.Errorf("%.3f of the tokens that could be cached were, want 0.95", share)
 	}
 }
 
-// Prompts that look alike to a reader of the messages, but not to the engine.
-func (e *realEngines) testOtherPrompts(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	tool := map[string]any{"type": "function", "function": map[string]any{"name": "f", "parameters": map[string]any{"type": "object"}}}
-	for name, fields := range map[string]map[string]any{
-		"cache_salt":           {"cache_salt": "another tenant"},
-		"tools":                {"tools": []any{tool}, "tool_choice": "none"},
-		"chat_template_kwargs": {"chat_template_kwargs": map[string]any{"enable_thinking": false}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			messages := []message{{"system", unique(name, 900)}, {"user", "Hello"}}
-			for range 2 {
-				p.must(chatPath, e.chat(4, messages...))
-			}
-			a := p.must(chatPath, e.chatWith(fields, 4, messages...))
-			if predicted, counted := a.matched(t), a.cached(t); counted == 0 && predicted > 0 {
-				t.Errorf("predicted %d tokens where the engine has none", predicted)
-			}
-			again := p.must(chatPath, e.chatWith(fields, 4, messages...))
-			if again.cached(t) < 800 || again.replica() != a.replica() {
-				t.Errorf("again: %d tokens cached at %s after %s", again.cached(t), again.replica(), a.replica())
-			}
-		})
+// predictedAndCounted compares what Caddy believes to be cached with what the engines count, over requests of
+// several kinds at once.
+func predictedAndCounted(t *testing.T, p *proxy, addrs []string) {
+	hits := func() (predicted, counted float64) {
+		p.awaitScrapes(addrs...)
+		return p.metric("caddy_kv_cache_predicted_hit_tokens_total"), p.metric("caddy_kv_cache_engine_prefix_hit_tokens_total")
 	}
-}
-
-// workload is a mix of requests: chats that grow over shared system prompts, questions about documents, and prompts
-// that never come again.
-type workload struct {
-	e         *realEngines
-	systems   []string
-	documents []string
-	chats     [][]message
-	rng       *rand.Rand
-}
-
-func (e *realEngines) workload(documents, size int) *workload {
-	w := &workload{e: e, rng: rand.New(rand.NewPCG(1, 2))}
-	for i := range 3 {
-		w.systems = append(w.systems, unique(fmt.Sprintf("system %d", i), 400))
-	}
-	for i := range documents {
-		w.documents = append(w.documents, unique(fmt.Sprintf("document %d", i), size))
-	}
-	w.chats = make([][]message, 6)
-	return w
-}
-
-// next returns the next request, and what to do with its answer.
-func (w *workload) next() (body string, then func(reply)) {
-	question := message{"user", unique("question", 60)}
-	switch pick := w.rng.IntN(10); {
-	case pick < 4:
-		i := w.rng.IntN(len(w.chats))
-		if len(w.chats[i]) == 0 || len(w.chats[i]) > 12 {
-			w.chats[i] = []message{{"system", w.systems[i%len(w.systems)]}}
-		}
-		w.chats[i] = append(w.chats[i], message{"user", unique("turn", 120)})
-		return w.e.chat(8, w.chats[i]...), func(r reply) {
-			w.chats[i] = append(w.chats[i], message{"assistant", r.Choices[0].Message.Content})
-		}
-	case pick < 9:
-		return w.e.chat(4, message{"system", w.documents[w.rng.IntN(len(w.documents))]}, question), func(reply) {}
-	}
-	return w.e.chat(4, message{"user", unique("once", 600)}), func(reply) {}
-}
-
-// run sends so many requests, one after the other as a client's would come.
-func (w *workload) run(t *testing.T, p *proxy, requests int) *mixture {
-	t.Helper()
-	var m mixture
-	for range requests {
-		body, then := w.next()
-		a := p.must(chatPath, body)
-		m.add(t, a)
-		then(a.read(t))
-	}
-	return &m
-}
-
-// The predicted hits over a mixed workload are those that the engine counts: within a tenth in the beginning and a
-// twentieth when the engine's own counts have been seen.
-func (e *realEngines) testPrediction(t *testing.T) {
-	for _, c := range []struct{ name, policy string }{{"belief alone", ""}, {"with events", followed}} {
-		t.Run(c.name, func(t *testing.T) {
-			p := e.proxy(t, c.policy, "")
-			w := e.workload(5, 900)
-			for i, limit := range []float64{0.1, 0.05} {
-				m := w.run(t, p, 250)
-				t.Logf("%s, half %d: %v", c.name, i+1, m)
-				if sums, _ := m.error(); math.Abs(sums) > limit {
-					t.Errorf("half %d: the error is %.3f, want %.2f", i+1, sums, limit)
-				}
-			}
-		})
-	}
-}
-
-// A pool too small for what is asked for evicts all the time. Events tell what went; belief has to guess.
-func (e *realEngines) testEviction(t *testing.T) {
-	errs := make(map[string]float64)
-	for _, c := range []struct{ name, policy string }{{"belief alone", ""}, {"with events", followed}} {
-		p := e.proxy(t, c.policy, "")
-		// 40 documents of 1,000 tokens do not fit into two pools of 12,800 each.
-		m := e.workload(40, 1000).run(t, p, 250)
-		t.Logf("%s: %v", c.name, m)
-		_, errs[c.name] = m.error()
-		p.stop()
-	}
-	if errs["with events"] > 0.05 {
-		t.Errorf("with events the error of single requests is %.3f, want 0.05", errs["with events"])
-	}
-	if errs["with events"] > errs["belief alone"]+0.01 {
-		t.Errorf("events make the prediction worse: %v", errs)
-	}
-}
-
-// Prompts that come at once are spread, although the engines' gauges still tell of idle replicas.
-func (e *realEngines) testBurst(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	var mu sync.Mutex
-	at := make(map[string]int)
-	inParallel(12, 12, func(i int) {
-		a := p.post(chatPath, e.chat(4, message{"user", unique("burst", 3000)}))
-		if err := a.bad(); err != nil {
-			t.Error(err)
-			return
-		}
-		mu.Lock()
-		defer mu.Unlock()
-		at[a.replica()]++
-	})
-	t.Logf("12 prompts went to %v", at)
-	for _, addr := range e.addrs {
-		if at[addr] < 4 {
-			t.Errorf("%s got %d of 12 prompts", addr, at[addr])
+	predictedBefore, countedBefore := hits()
+	system := message{"system", text("the house rules", 700)}
+	const requests = 120
+	paths, bodies := make([]string, requests), make([]string, requests)
+	random := rand.New(rand.NewPCG(1, 2))
+	for i := range requests {
+		paths[i] = chatPath
+		switch name := text(fmt.Sprint("visitor ", random.IntN(12)), 200+100*random.IntN(8)); i % 4 {
+		case 0:
+			bodies[i] = vllmChat(false, 4, system, message{"user", name})
+		case 1:
+			bodies[i] = vllmChat(true, 4, message{"user", name})
+		case 2:
+			bodies[i] = vllmChat(false, 4, message{"user", text(fmt.Sprint("stranger ", i), 600)})
+		case 3:
+			paths[i] = "/v1/completions"
+			bodies[i] = asJSON(map[string]any{"model": vllmModel, "prompt": name, "max_tokens": 4, "temperature": 0})
 		}
 	}
-}
-
-// Clients that leave in the middle of an answer leave nothing behind in the ledger, and their engine stops.
-func (e *realEngines) testClientsLeave(t *testing.T) {
-	p := e.proxy(t, followed, "flush_interval -1")
-	inParallel(6, 6, func(i int) {
-		ctx, cancel := context.WithCancel(t.Context())
-		defer cancel()
-		r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.addr+chatPath, nil)
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		setBody(r, e.chatWith(map[string]any{"stream": true}, 3000, message{"user", unique("left", 400)}))
-		resp, err := p.client.Do(r)
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		defer resp.Body.Close()
-		if _, err := io.ReadFull(resp.Body, make([]byte, 300)); err != nil {
-			t.Errorf("reading the beginning of a stream: %v", err)
+	inParallel(requests, 4, func(i int) {
+		if err := p.post(paths[i], bodies[i]).bad(); err != nil {
+			t.Errorf("request %d: %v", i, err)
 		}
 	})
-	p.awaitIdle()
-	for _, addr := range e.addrs {
-		await(t, "no request running at "+addr, func() bool {
-			return strings.Contains(e.page(t, p.client, addr), `vllm:num_requests_running{engine="0",model_name="`+e.model+`"} 0.0`)
-		})
-	}
-}
-
-func (e *realEngines) page(t *testing.T, client *http.Client, addr string) string {
-	t.Helper()
-	resp, err := client.Get("http://" + addr + "/metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	body, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(body)
-}
-
-// After reset_prefix_cache no hit is predicted once the engine has told of it, which it does with its next step.
-func (e *realEngines) testReset(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	messages := []message{{"system", unique("reset", 900)}, {"user", "Hello"}}
-	for range 2 {
-		p.must(chatPath, e.chat(4, messages...))
-	}
-	e.reset(t)
-	await(t, "the reset to be known", func() bool { return p.metric("caddy_kv_cache_replica_index_blocks") < 4 })
-	a := p.must(chatPath, e.chat(4, messages...))
-	if predicted, counted := a.matched(t), a.cached(t); predicted > 2*vllmBlock || counted > 2*vllmBlock {
-		t.Errorf("after a reset %d tokens were predicted and %d counted", predicted, counted)
-	}
-}
-
-// A reload loses no event: what the engine dropped meanwhile is known, and what it holds is still found.
-func (e *realEngines) testReloadKeepsEvents(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	messages := []message{{"system", unique("reload", 900)}, {"user", "Hello"}}
-	first := p.must(chatPath, e.chat(4, messages...))
-	for range 3 {
-		p.reload(aware(e.addrs, followed, ""))
-	}
-	a := p.must(chatPath, e.chat(4, messages...))
-	if a.replica() != first.replica() || a.matched(t) < 800 {
-		t.Errorf("after reloads %d tokens were predicted at %s, before it was at %s", a.matched(t), a.replica(), first.replica())
-	}
-	if connects := strings.Count(p.log.String(), `"transition":"connected"`); connects != len(e.addrs) {
-		t.Errorf("%d connections for events over three reloads, want %d", connects, len(e.addrs))
-	}
-}
-
-// A replica that stands still for 20 s gets nothing more meanwhile, and is used again afterwards.
-func (e *realEngines) testHang(t *testing.T) {
-	p := e.proxy(t, followed, "")
-	messages := []message{{"system", unique("hang", 900)}, {"user", "Hello"}}
-	home := p.must(chatPath, e.chat(4, messages...)).replica()
-	i := 0
-	if home == e.addrs[1] {
-		i = 1
-	}
-	if err := e.ours.Signal(i, syscall.SIGSTOP); err != nil {
-		t.Fatal(err)
-	}
-	began := time.Now()
-	stuck := make(chan answer, 1)
-	go func() { stuck <- p.post(chatPath, e.chat(4, messages...)) }()
-	var served int
-	for time.Since(began) < 20*time.Second {
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
-		r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+p.addr+chatPath, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		setBody(r, e.chat(4, message{"user", unique("meanwhile", 200)}))
-		if a := exchange(p.client, r); a.bad() == nil {
-			served++
-		}
-		cancel()
-		time.Sleep(100 * time.Millisecond)
-	}
-	if err := e.ours.Signal(i, syscall.SIGCONT); err != nil {
-		t.Fatal(err)
-	}
-	if err := (<-stuck).bad(); err != nil {
-		t.Errorf("the request that hung with its replica: %v", err)
-	}
-	t.Logf("%d requests were served while one of two replicas stood still", served)
-	if served < 20 {
-		t.Errorf("%d requests were served while one of two replicas stood still", served)
-	}
-	await(t, "the replica to be used again", func() bool {
-		return p.must(chatPath, e.chat(4, messages...)).replica() == home
-	})
-}
-
-// A replica that starts anew on its address holds nothing, whatever was believed.
-func (e *realEngines) testRestart(t *testing.T) {
-	p := e.proxy(t, followed, "lb_retries 2")
-	messages := []message{{"system", unique("restart", 900)}, {"user", "Hello"}}
-	home := p.must(chatPath, e.chat(4, messages...)).replica()
-	i := 0
-	if home == e.addrs[1] {
-		i = 1
-	}
-	if err := e.ours.Restart(t.Context(), i); err != nil {
-		t.Fatal(err)
-	}
-	p.awaitScrapes(e.addrs...)
-	a := p.must(chatPath, e.chat(4, messages...))
-	if predicted, counted := a.matched(t), a.cached(t); predicted > counted {
-		t.Errorf("after a restart %d tokens were predicted at %s and %d counted", predicted, a.replica(), counted)
-	}
-	await(t, "the new process to be used", func() bool {
-		return p.must(chatPath, e.chat(4, message{"user", unique("new", 900)})).replica() == home
-	})
-}
-
-// An engine whose queue is full answers 503. With a retry the request goes elsewhere.
-func TestVLLMQueueFull(t *testing.T) {
-	if testing.Short() || os.Getenv("VLLM_URLS") != "" {
-		t.Skip("SKIPPED, a full queue is untested: it needs vLLM servers of its own")
-	}
-	fleet, err := vllm.Start(t.Context(), vllm.Options{Replicas: 2, Model: "tiny", Extra: []string{"--max-num-queued-reqs=2", "--max-num-seqs=1"}})
-	if errors.Is(err, vllm.ErrUnavailable) {
-		t.Skipf("SKIPPED, real engines untested: %v", err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-		http.DefaultClient.CloseIdleConnections()
-	})
-	e := &realEngines{model: fleet.Model, ours: fleet}
-	for _, url := range fleet.URLs {
-		e.addrs = append(e.addrs, strings.TrimPrefix(url, "http://"))
-	}
-	p := start(t, aware(e.addrs, "", "lb_retries 3\nlb_retry_match {\n\tmethod POST\n\texpression `{rp.status_code} == 503`\n}"))
-	p.awaitScrapes(e.addrs...)
-	// Fill the first one from outside.
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
-	var outside sync.WaitGroup
-	defer outside.Wait()
-	defer cancel()
-	for range 3 {
-		outside.Go(func() {
-			r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+e.addrs[0]+chatPath, nil)
-			if err != nil {
-				return
-			}
-			setBody(r, e.chat(3000, message{"user", unique("outside", 200)}))
-			exchange(p.client, r) // ends with the test
-		})
-	}
-	await(t, "two requests waiting at "+e.addrs[0], func() bool {
-		return strings.Contains(e.page(t, p.client, e.addrs[0]), `vllm:num_requests_waiting{engine="0",model_name="`+e.model+`"} 2.0`)
-	})
-	for range 8 {
-		a := p.must(chatPath, e.chat(4, message{"user", unique("refused", 300)}))
-		if a.replica() != e.addrs[1] {
-			t.Errorf("answered by %s, whose queue is full", a.replica())
-		}
+	predicted, counted := hits()
+	predicted, counted = predicted-predictedBefore, counted-countedBefore
+	t.Logf("predicted %.0f cached tokens, the engines counted %.0f: %.3f", predicted, counted, predicted/counted)
+	if ratio := predicted / counted; !(ratio > 0.7 && ratio < 1.3) {
+		t.Errorf("predicted %.0f cached tokens, the engines counted %.0f", predicted, counted)
 	}
 }
