@@ -3,7 +3,6 @@
 package selection
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -14,7 +13,6 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/capture"
-	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/usage"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
 
@@ -125,11 +123,9 @@ func (c *Capture) open() (f *capture.File, key string, err error) {
 
 // report tells the metrics and the capture of a request that has ended. The
 // decision's lock is held.
-func (c *core) report(ctx context.Context, d *decision, now time.Time) {
-	status, done := outcomeOf(ctx)
-	seen := usage.Of(ctx)
-	told := seen.Tokens()
-	first, streamed := seen.FirstToken()
+func (c *core) report(d *decision, o outcome, now time.Time) {
+	told := d.meter.Tokens()
+	first, streamed := d.meter.FirstToken()
 	a := d.latest()
 	if a != nil && d.reason == "" {
 		g := c.group
@@ -159,7 +155,7 @@ func (c *core) report(ctx context.Context, d *decision, now time.Time) {
 		Policy:       c.policy,
 		Reason:       string(d.reason),
 		Attempts:     len(d.attempts),
-		Status:       status,
+		Status:       o.status,
 		PromptTokens: told.Prompt,
 		CachedTokens: told.Cached,
 		OutputTokens: told.Output,
@@ -177,7 +173,7 @@ func (c *core) report(ctx context.Context, d *decision, now time.Time) {
 	if streamed {
 		r.TTFTMillis = ref(millis(first.Sub(d.arrived)))
 	}
-	if done {
+	if o.done {
 		r.TotalMillis = ref(millis(now.Sub(d.arrived)))
 	}
 	c.captured.Write(r)

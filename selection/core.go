@@ -19,6 +19,7 @@ import (
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/capture"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/usage"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
 
@@ -182,10 +183,13 @@ func (c *core) decide(r *http.Request) (*decision, bool) {
 	arrived := time.Now()
 	d, first := decisionOf(r, c.key, c.outlook, c.changed)
 	if first {
+		// The request's end comes on another goroutine, which must not read the
+		// request's variables.
+		meter := usage.Of(r.Context())
 		d.mu.Lock() // the client may leave at any time
 		d.arrived, d.muted = arrived, c.muted
 		if !c.muted {
-			d.teller = c
+			d.teller, d.meter = c, meter
 		}
 		d.mu.Unlock()
 		if repl, ok := r.Context().Value(caddy.ReplacerCtxKey).(*caddy.Replacer); ok {

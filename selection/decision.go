@@ -17,6 +17,7 @@ import (
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/usage"
 )
 
 // decision is what one policy knows of one request. It is made at the first
@@ -31,6 +32,7 @@ type decision struct {
 	arrived time.Time
 	muted   bool         // whom the policy decides for books the outcome
 	teller  *core        // tells operators of the request's end; nil for nobody
+	meter   *usage.Meter // of the response; nil if nobody reads along
 	pupil   *fleet.Fleet // to learn the prompt's tokens; nil for nobody
 	path    string       // of the request at the replica, for the pupil
 
@@ -210,39 +212,45 @@ func (d *decision) book(ctx context.Context, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.over = true
-	if d.teller != nil {
-		defer d.teller.report(ctx, d, now)
-	}
+	var o outcome
 	if a := d.latest(); a != nil && !d.muted {
-		switch status, done := outcomeOf(ctx); {
-		case status >= 400:
+		o = outcomeOf(ctx)
+		switch {
+		case o.status >= 400:
 			// The engine refused it and computed nothing.
 			a.Abort(now)
 			a.replica.Lacks(d.prompt.Chain, a.matched)
-		case done:
+		case o.done:
 			a.Finish(now)
 			d.answered = a
 		default:
 			a.Abort(now)
 		}
 	}
+	if d.teller != nil {
+		d.teller.report(d, o, now)
+	}
 }
 
-// outcomeOf reads from the request's placeholders how the proxy got on: the
-// status the replica answered with, 0 if it did not answer, and whether its
-// answer was sent on to the end.
-func outcomeOf(ctx context.Context) (status int, done bool) {
+// outcome is how the proxy got on with a request.
+type outcome struct {
+	status int  // that the replica answered with, 0 if it did not answer
+	done   bool // its answer was sent on to the end
+}
+
+// outcomeOf reads the outcome from the request's placeholders.
+func outcomeOf(ctx context.Context) (o outcome) {
 	repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 	if !ok {
-		return 0, false
+		return o
 	}
 	if v, ok := repl.Get("http.reverse_proxy.status_code"); ok {
-		status, _ = v.(int)
+		o.status, _ = v.(int)
 	}
 	if v, ok := repl.Get("http.reverse_proxy.upstream.duration"); ok && v != nil {
-		done = true
+		o.done = true
 	}
-	return status, done
+	return o
 }
 
 // placeholder serves {http.reverse_proxy.kv_cache.*}.

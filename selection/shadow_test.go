@@ -4,13 +4,16 @@ package selection
 
 import (
 	"crypto/sha256"
+	"encoding/json"
 	"fmt"
 	"math"
 	"net/http"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
@@ -256,4 +259,27 @@ func TestShadowRetriesLargeBody(t *testing.T) {
 		t.Error("no attempt went to the dead replica: the test shows nothing")
 	}
 	await(t, "all requests to be booked", func() bool { return inFlight(t) == 0 })
+}
+
+// What the Caddyfile makes of the options must also load.
+func TestRolloutCaddyfileLoads(t *testing.T) {
+	path := filepath.ToSlash(filepath.Join(t.TempDir(), "c.jsonl"))
+	capture := "capture " + path + " {\n roll_size 2MiB\n roll_keep 1\n}\n"
+	for text, policy := range map[string]caddyfile.Unmarshaler{
+		"kv_cache_aware {\n share 10 prefix_hash {\n slack 5\n }\n" + capture + "}": new(KVCacheAware),
+		"kv_cache_aware {\n shadow random_choose 2\n" + capture + "}":               new(KVCacheAware),
+		"prefix_hash {\n" + capture + "}":                                           new(PrefixHash),
+	} {
+		if err := policy.UnmarshalCaddyfile(caddyfile.NewTestDispenser(text)); err != nil {
+			t.Fatalf("%s: %v", text, err)
+		}
+		config, err := json.Marshal(policy)
+		if err != nil {
+			t.Fatal(err)
+		}
+		name, _, _ := strings.Cut(text, " ")
+		if _, err := newContext(t).LoadModuleByID(policyNamespace+name, config); err != nil {
+			t.Errorf("%s: %v", config, err)
+		}
+	}
 }
