@@ -5,21 +5,14 @@ package integration
 import (
 	"bufio"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/http"
-	"os"
 	"strings"
 	"testing"
-
-	"github.com/seed-2fa47a1e/caddy-kv-cache/integration_test/vllm"
 )
 
-const (
-	vllmBlock = 32 // tokens, as run.sh configures
-	vllmModel = "tiny"
-)
+const vllmModel = "tiny" // of the fleet that the tests start
 
 // vllmChat is a request whose answer is the same each time.
 func vllmChat(stream bool, tokens int, messages ...message) string {
@@ -61,44 +54,13 @@ func heard(tb testing.TB, body []byte) string {
 	return b.String()
 }
 
-// realEngines returns the addresses of two vLLM servers with empty caches: those of $VLLM_URLS, which
-// "run.sh fleet … -- go test" sets, or else two started now.
-func realEngines(t *testing.T) []string {
-	t.Helper()
-	urls := strings.Fields(os.Getenv("VLLM_URLS"))
-	if len(urls) == 0 {
-		fleet, err := vllm.Start(t.Context(), vllm.Options{Replicas: 2, Model: vllmModel})
-		if errors.Is(err, vllm.ErrUnavailable) {
-			fmt.Fprintf(os.Stderr, "SKIPPED: NOTHING IS TESTED AGAINST A REAL vLLM: %v\n", err)
-			t.Skip(err)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() {
-			if err := fleet.Close(); err != nil {
-				t.Error(err)
-			}
-		})
-		urls = fleet.URLs
-	}
-	addrs := make([]string, len(urls))
-	for i, url := range urls {
-		addrs[i] = strings.TrimPrefix(url, "http://")
-	}
-	return addrs
-}
-
-// The example configuration in front of two real vLLM servers.
-func TestRealVLLM(t *testing.T) {
-	if testing.Short() {
-		t.Skip("starts real engines")
-	}
-	addrs := realEngines(t)
-	p := startExample(t, addrs)
-	t.Run("the answers are vLLM's", func(t *testing.T) { answersAreVLLMs(t, p) })
-	t.Run("growing chats", func(t *testing.T) { growingVLLMChats(t, p) })
-	t.Run("predicted and counted hits", func(t *testing.T) { predictedAndCounted(t, p, addrs) })
+// testExample puts the example configuration in front of the engines as it is: polling alone, no events.
+func (e *vllmFleet) testExample(t *testing.T) {
+	e.reset(t)
+	p := startExample(t, e.addrs)
+	t.Run("Answers", func(t *testing.T) { answersAreVLLMs(t, p) })
+	t.Run("GrowingChats", func(t *testing.T) { growingVLLMChats(t, p) })
+	t.Run("Prediction", func(t *testing.T) { predictedAndCounted(t, p, e.addrs) })
 	p.awaitIdle()
 }
 
@@ -157,7 +119,7 @@ func growingVLLMChats(t *testing.T, p *proxy) {
 			} else if a.replica() != homes[i] {
 				t.Errorf("chat %d moved at turn %d from %s to %s", i, turn, homes[i], a.replica())
 			}
-			possible += before[i] / vllmBlock * vllmBlock
+			possible += before[i] / poolBlock * poolBlock
 			cached += r.Usage.Details.Cached
 			before[i] = r.Usage.Prompt
 			chats[i] = append(chats[i], message{"assistant", r.Choices[0].Message.Content})
