@@ -62,7 +62,8 @@ type truth struct {
 
 	mu    sync.Mutex // guards changes of ranks
 	ranks atomic.Pointer[[]*rank]
-	bound int // blocks told to the index
+	bound int          // blocks told to the index
+	block atomic.Int64 // tokens in an engine's block, 0 before the first event
 }
 
 // rank follows the publisher of one data-parallel rank.
@@ -147,6 +148,11 @@ func (t *truth) widen(ranks int, e *Events, log *zap.Logger) {
 // Apply implements kvevents.Sink.
 func (r *rank) Apply(b *kvevents.Batch) {
 	r.truth.index.Apply(b)
+	if v := r.truth.index.View(b.Rank); v != nil {
+		if n := int64(v.BlockSize()); n > 0 && n != r.truth.block.Load() {
+			r.truth.block.Store(n)
+		}
+	}
 	for i := range b.Events {
 		if b.Events[i].Kind == kvevents.AllBlocksCleared {
 			r.truth.replica.Forget()
@@ -201,7 +207,7 @@ func (t *truth) resize(tokens, blockTokens float64) {
 // state tells how far the truth reaches. Current: every stream is up, so that
 // what is said to be held is held. Whole: everything since the engine's start
 // was heard, so that what is not said to be held is not. Block is the size of
-// its blocks in tokens, 0 if it holds none.
+// its blocks in tokens, 0 while it never stored one.
 func (t *truth) state() (current, whole bool, block int) {
 	ranks := *t.ranks.Load()
 	current, whole = len(ranks) > 0, true
@@ -214,10 +220,7 @@ func (t *truth) state() (current, whole bool, block int) {
 		// An engine numbers its batches from 0.
 		whole = whole && s.Next == heard && (heard > 0 || r.replays && s.Replays > s.ReplayErrors)
 	}
-	for _, n := range t.index.Ranks() {
-		block = max(block, t.index.View(n).BlockSize())
-	}
-	return current, whole, block
+	return current, whole, int(t.block.Load())
 }
 
 // Prefix is the beginning of one prompt, to be looked up among what the
