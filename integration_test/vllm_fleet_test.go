@@ -41,6 +41,7 @@ type vllmFleet struct {
 // TestVLLM puts the built Caddy in front of two real vLLM servers, which are started once for all.
 func TestVLLM(t *testing.T) {
 	e := startVLLM(t)
+	t.Run("Example", e.testExample)
 	t.Run("Answers", e.testAnswers)
 	t.Run("Clients", e.testClients)
 	t.Run("SecondTurn", e.testSecondTurn)
@@ -49,6 +50,7 @@ func TestVLLM(t *testing.T) {
 	t.Run("OtherPrompts", e.testOtherPrompts)
 	t.Run("Prediction", e.testPrediction)
 	t.Run("Eviction", e.testEviction)
+	t.Run("OtherSenders", e.testOtherSenders)
 	t.Run("Burst", e.testBurst)
 	t.Run("ClientsLeave", e.testClientsLeave)
 	t.Run("Reset", e.testReset)
@@ -430,6 +432,35 @@ func (e *vllmFleet) testEviction(t *testing.T) {
 	}
 }
 
+// What another Caddy sends evicts what this one believes in, and is there to be hit without its knowing. Events tell
+// both.
+func (e *vllmFleet) testOtherSenders(t *testing.T) {
+	errs := make(map[string]float64)
+	for _, c := range []struct{ name, policy string }{{"belief alone", ""}, {"with events", followed}} {
+		t.Run(c.name, func(t *testing.T) {
+			p := e.proxy(t, c.policy, "")
+			w := e.workload(12, 1000)
+			var m mixture
+			for i := range 240 {
+				if i%2 == 0 {
+					m.add(t, p.must(chatPath, e.chat(4, message{"system", w.documents[w.rng.IntN(len(w.documents))]}, message{"user", unique("ours", 60)})))
+					continue
+				}
+				content := unique("theirs", 1000)
+				if i%4 == 1 {
+					content = w.documents[w.rng.IntN(len(w.documents))]
+				}
+				e.direct(t, p.client, e.addrs[w.rng.IntN(len(e.addrs))], e.chat(4, message{"system", content}, message{"user", unique("theirs", 60)}))
+			}
+			t.Logf("%s: %v", c.name, &m)
+			_, errs[c.name] = m.error()
+		})
+	}
+	if errs["with events"] > errs["belief alone"]+0.01 {
+		t.Errorf("events make the prediction worse: %v", errs)
+	}
+}
+
 // Prompts that come at once are spread, although the engines' gauges still tell of idle replicas.
 func (e *vllmFleet) testBurst(t *testing.T) {
 	p := e.proxy(t, followed, "")
@@ -505,7 +536,7 @@ func (e *vllmFleet) testReset(t *testing.T) {
 		p.must(chatPath, e.chat(4, messages...))
 	}
 	e.reset(t)
-	await(t, "the reset to be known", func() bool { return p.metric("caddy_kv_cache_replica_index_blocks") < 4 })
+	await(t, "the reset to be known", func() bool { return p.metric("caddy_kv_cache_replica_held_blocks") < 4 })
 	a := p.must(chatPath, e.chat(4, messages...))
 	if predicted, counted := a.matched(t), a.cached(t); predicted > 2*poolBlock || counted > 2*poolBlock {
 		t.Errorf("after a reset %d tokens were predicted and %d counted", predicted, counted)
