@@ -7,8 +7,11 @@ package demo
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
+	"strconv"
+	"syscall"
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
@@ -215,8 +218,34 @@ func (d *Demo) checkPolicies() error {
 // startFleet starts replicas that are faster by Speed. Their clocks are not: a
 // policy that reads durations in their metrics, to learn how fast they are, and
 // compares them with its own clock would be led astray.
+//
+// Their ports are those after Caddy's as far as they are free: prefix_hash
+// hashes addresses, so that runs are alike only if these are.
 func (d *Demo) startFleet() error {
-	fleet, err := enginesim.StartFleet(d.config.Replicas, enginesim.ServerConfig{
+	_, port, _ := net.SplitHostPort(d.listen)
+	first, _ := strconv.Atoi(port)
+	for i := range d.config.Replicas {
+		s, err := d.startReplica(first + 1 + i)
+		if errors.Is(err, syscall.EADDRINUSE) || errors.Is(err, syscall.EACCES) {
+			s, err = d.startReplica(0)
+		}
+		if err != nil {
+			return fmt.Errorf("starting a simulated replica: %w", err)
+		}
+		d.fleet = append(d.fleet, s)
+	}
+	d.addrs = d.fleet.Addrs()
+	var err error
+	d.oneCache, err = trace.OneCacheHitRate(d.workload.all(), len(d.fleet)*d.CacheTokens(), d.config.BlockTokens)
+	return err
+}
+
+func (d *Demo) startReplica(port int) (*enginesim.Server, error) {
+	if port > 65535 {
+		port = 0
+	}
+	return enginesim.StartServer(enginesim.ServerConfig{
+		Addr: net.JoinHostPort("127.0.0.1", strconv.Itoa(port)),
 		Config: enginesim.Config{
 			Blocks:       d.config.Blocks,
 			BlockTokens:  d.config.BlockTokens,
@@ -226,12 +255,6 @@ func (d *Demo) startFleet() error {
 		},
 		Model: d.config.Model,
 	})
-	if err != nil {
-		return fmt.Errorf("starting the simulated replicas: %w", err)
-	}
-	d.fleet, d.addrs = fleet, fleet.Addrs()
-	d.oneCache, err = trace.OneCacheHitRate(d.workload.all(), len(fleet)*d.CacheTokens(), d.config.BlockTokens)
-	return err
 }
 
 // faster is a time span of the replicas in real time.

@@ -7,8 +7,11 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"net"
 	"net/http"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -152,6 +155,30 @@ func TestServesAfterPlay(t *testing.T) {
 	page, _ := io.ReadAll(response.Body)
 	if !strings.Contains(string(page), "caddy_kv_cache_") {
 		t.Error("the admin API has no metrics of ours")
+	}
+}
+
+// Ports that are taken are not in the way.
+func TestReplicasFollowCaddysPort(t *testing.T) {
+	d := start(t, small("round_robin"))
+	_, port, _ := net.SplitHostPort(d.listen)
+	first, _ := strconv.Atoi(port)
+	want := net.JoinHostPort("127.0.0.1", strconv.Itoa(first+1))
+	if l, err := net.Listen("tcp", want); err == nil {
+		l.Close()
+		if d.Replicas()[0] != want {
+			t.Errorf("replicas are at %v, though %s was free", d.Replicas(), want)
+		}
+	}
+	s, err := d.startReplica(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	_, taken, _ := net.SplitHostPort(s.Addr())
+	n, _ := strconv.Atoi(taken)
+	if _, err := d.startReplica(n); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("a second replica at %s: %v", s.Addr(), err)
 	}
 }
 
