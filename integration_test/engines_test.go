@@ -47,16 +47,6 @@ func at(tb testing.TB, fleet enginesim.Fleet, addr string) *enginesim.Server {
 	return nil
 }
 
-// other returns an address that is not the given one.
-func other(fleet enginesim.Fleet, addr string) string {
-	for _, s := range fleet {
-		if s.Addr() != addr {
-			return s.Addr()
-		}
-	}
-	return ""
-}
-
 // aware is a reverse_proxy by kv_cache_aware, polling often, with further options of the policy.
 func aware(addrs []string, policy, options string) string {
 	return reverseProxy(addrs, "kv_cache_aware {\nmetrics_interval 100ms\n"+policy+"\n}", options)
