@@ -73,7 +73,7 @@ func startVLLM(t *testing.T) *vllmFleet {
 		return e
 	}
 	fleet, err := vllm.Start(t.Context(), vllm.Options{
-		Replicas: 2, Model: "tiny", Blocks: poolBlocks, Extra: []string{"--max-num-queued-reqs=64"},
+		Replicas: 2, Model: "tiny", Blocks: poolBlocks, StartTimeout: 10 * time.Minute,
 	})
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)
@@ -631,7 +631,10 @@ func TestVLLMQueueFull(t *testing.T) {
 	if testing.Short() || os.Getenv("VLLM_URLS") != "" {
 		t.Skip("SKIPPED, a full queue is untested: it needs vLLM servers of its own")
 	}
-	fleet, err := vllm.Start(t.Context(), vllm.Options{Replicas: 2, Model: "tiny", Extra: []string{"--max-num-queued-reqs=2", "--max-num-seqs=1"}})
+	fleet, err := vllm.Start(t.Context(), vllm.Options{
+		Replicas: 2, Model: "tiny", StartTimeout: 10 * time.Minute,
+		Extra: []string{"--max-num-queued-reqs=2", "--max-num-seqs=1"},
+	})
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)
 	}

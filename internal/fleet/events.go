@@ -14,6 +14,7 @@ import (
 	"go.uber.org/zap"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 )
 
 const (
@@ -245,6 +246,7 @@ func (f *Fleet) Prefix(x *Prefix, chain []uint64, perBlock float64) *Prefix {
 	if f.Events == nil {
 		return nil
 	}
+	chain = chain[:min(len(chain), maxLearned/prompt.BlockSize)] // nothing beyond was learned
 	*x = Prefix{fleet: f, chain: chain, perBlock: perBlock, aligned: x.aligned[:0]}
 	return x
 }
@@ -287,7 +289,7 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 		return believed
 	}
 	expected := p.expects(x.chain)
-	if expected >= int(believed/x.perBlock) {
+	if expected >= min(len(x.chain), int(believed/x.perBlock)) {
 		return believed
 	}
 	return max(sure, float64(expected)*x.perBlock)
@@ -375,14 +377,14 @@ func (f *Fleet) Learn(s Sent, body []byte) {
 	if json.Unmarshal(body, &fields) != nil {
 		return
 	}
-	prompt := kvevents.Prompt{Chain: s.Chain, TextBytes: s.Bytes, BlockSizes: f.blockSizes(s.Replica)}
+	learned := kvevents.Prompt{Chain: s.Chain, TextBytes: s.Bytes, BlockSizes: f.blockSizes(s.Replica)}
 	if adapter {
-		prompt.LoRA = s.Model
+		learned.LoRA = s.Model
 	}
 	if fields.CacheSalt != "" {
-		prompt.Extra = []kvevents.Extra{kvevents.SaltExtra(fields.CacheSalt)}
+		learned.Extra = []kvevents.Extra{kvevents.SaltExtra(fields.CacheSalt)}
 	}
-	f.learner.Offer(kvevents.Request{Base: base, Path: s.Path, Header: f.API.Header, Body: body, Prompt: prompt})
+	f.learner.Offer(kvevents.Request{Base: base, Path: s.Path, Header: f.API.Header, Body: body, Prompt: learned})
 }
 
 // blockSizes lists the token blocks of the replicas, that of the given first.
