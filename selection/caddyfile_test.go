@@ -83,6 +83,9 @@ func TestAdaptedConfigLoads(t *testing.T) {
 			request_cost 1
 			kv_capacity 10
 			max_body 10
+			kv_events tcp://{host}:5557
+			kv_events_replay tcp://{host}:{port+200}
+			api_key {env.SEED}
 			pin_header X
 			fallback first
 			metrics_uri /m
