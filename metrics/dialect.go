@@ -31,6 +31,7 @@ const (
 	firstTokenSeconds
 	queueSeconds
 	prefillSeconds
+	prefillTokens
 	finished
 	preemptions
 	fields // how many there are
@@ -196,7 +197,7 @@ var vllmNames = join(
 	choice(counter(ignored, "prompt_tokens_by_source"), "source",
 		map[string]field{"local_compute": computedPromptTokens}),
 	map[string]series{
-		"request_prefill_kv_computed_tokens_sum": {field: computedPromptTokens, spelling: deprecated},
+		"request_prefill_kv_computed_tokens_sum": {field: prefillTokens},
 	},
 	counter(generationTokens, "generation_tokens"),
 	counter(finished, "request_success"),

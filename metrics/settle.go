@@ -31,6 +31,10 @@ func (s *Scanner) settle(d int, into *Snapshot) {
 	into.FirstTokenSeconds = p.sum(firstTokenSeconds)
 	into.QueueSeconds = p.sum(queueSeconds)
 	into.PrefillSeconds = p.sum(prefillSeconds)
+	into.PrefillTokens = p.sum(prefillTokens)
+	if !into.ComputedPromptTokens.Known { // late, since it counts at a request's end
+		into.ComputedPromptTokens = into.PrefillTokens
+	}
 	into.Finished = p.sum(finished)
 	into.Preemptions = p.sum(preemptions)
 

@@ -136,6 +136,8 @@ type Snapshot struct {
 	// PrefillSeconds is the sum of the times from when finished requests were
 	// scheduled to their first token, in seconds.
 	PrefillSeconds Fact
+	// PrefillTokens counts the prompt tokens that were computed in that time.
+	PrefillTokens Fact
 	// Finished counts requests that ended, for whatever reason.
 	Finished Fact
 	// Preemptions counts running requests that lost their KV blocks.

@@ -250,13 +250,17 @@ func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 
 // lend works out the fleet's means and lends them to members that know no better.
 func (f *Fleet) lend() {
-	var rates, n, bytes, tokens float64
+	var rates, n, speeds, fast, bytes, tokens float64
 	members := *f.members.Load()
 	for _, m := range members {
 		m.replica.mu.Lock()
 		if m.replica.rate.known() {
 			rates += m.replica.rate.perSecond(0)
 			n++
+		}
+		if peak := m.replica.rate.speed.peak; peak > 0 {
+			speeds += peak
+			fast++
 		}
 		bytes += m.replica.text.bytes
 		tokens += m.replica.text.tokens
@@ -274,6 +278,7 @@ func (f *Fleet) lend() {
 	for _, m := range members {
 		m.replica.mu.Lock()
 		m.replica.assumed.rate, m.replica.assumed.bytesPerToken = mean, ratio
+		m.replica.assumed.speed = speeds / max(1, fast)
 		m.replica.mu.Unlock()
 	}
 }

@@ -42,22 +42,65 @@ type rate struct {
 	requests float64 // that got their first token in it
 	elapsed  float64 // seconds of it
 	best     float64 // tokens a second of the best window, fading
+
+	speed speed
 }
 
-// observe books what an engine counted in dt seconds: the prompt tokens it
-// computed, the requests that got their first token, and the prefill time of
-// its requests, 0 if it does not tell.
-func (r *rate) observe(tokens, requests, prefill, dt float64) {
+// speed is what a machine prefills at its best, to tell fast machines from
+// slow ones. The rate itself can't: it is measured under load, so among equal
+// machines the busy one seems slow, is sent less, and never recovers.
+type speed struct {
+	tokens, seconds float64 // of the current window
+	peak            float64 // tokens a second of the best window, fading
+}
+
+const (
+	// speedWindow is how many computed tokens make a window: enough prompts for
+	// the odd one that shared its steps to weigh little.
+	speedWindow = 50_000
+	// speedFades is what each window leaves of the peak.
+	speedFades = 0.98
+)
+
+func (s *speed) observe(tokens, seconds float64) {
+	if tokens <= 0 || seconds <= 0 {
+		return
+	}
+	s.tokens += tokens
+	s.seconds += seconds
+	if s.tokens >= speedWindow {
+		s.peak = max(s.peak*speedFades, s.tokens/s.seconds)
+		s.tokens, s.seconds = 0, 0
+	}
+}
+
+// work is what an engine counted between two scrapes.
+type work struct {
+	tokens   float64 // prompt tokens computed
+	requests float64 // that got their first token
+	// prefill is the prefill time of requests, 0 if the engine does not tell,
+	// and prefilled the tokens computed in just that time, 0 if that is not told.
+	prefill, prefilled float64
+	seconds            float64 // between the scrapes
+}
+
+// observe books what an engine counted.
+func (r *rate) observe(w work) {
 	if r.tokens > rateMemory {
 		r.tokens, r.seconds = r.tokens/2, r.seconds/2
 	}
-	if prefill > 0 || r.seconds > 0 {
-		r.tokens += tokens
-		r.seconds += prefill
+	r.speed.observe(w.prefilled, w.prefill)
+	tokens := w.tokens
+	if w.prefilled > 0 {
+		tokens = w.prefilled
 	}
-	r.window += tokens
-	r.requests += requests
-	if r.elapsed += dt; r.elapsed < throughputWindow {
+	if w.prefill > 0 || r.seconds > 0 {
+		r.tokens += tokens
+		r.seconds += w.prefill
+	}
+	r.window += w.tokens
+	r.requests += w.requests
+	if r.elapsed += w.seconds; r.elapsed < throughputWindow {
 		return
 	}
 	r.best *= throughputFades

@@ -84,6 +84,7 @@ type Replica struct {
 // assumed is what a fleet lends a replica whose own measurements are missing.
 type assumed struct {
 	rate          float64 // uncached prompt tokens a second
+	speed         float64 // the same at the best of times; 0 while unknown
 	bytesPerToken float64
 	capacity      float64       // KV cache in tokens
 	staleAfter    time.Duration // age at which a scrape is not believed any more
@@ -230,6 +231,20 @@ func (p *Replica) Forget() {
 // replica's own is not known.
 func (p *Replica) perSecond() float64 { return p.rate.perSecond(p.assumed.rate) }
 
+// sameKind is the ratio of speeds within which machines count as equal.
+const sameKind = 1.2
+
+func (p *Replica) pace() float64 {
+	if p.assumed.speed <= 0 || p.rate.speed.peak <= 0 {
+		return 1
+	}
+	pace := p.rate.speed.peak / p.assumed.speed
+	if pace < sameKind && pace > 1/sameKind {
+		return 1
+	}
+	return pace
+}
+
 // Avoid says why a replica should not be chosen while another can be.
 type Avoid uint8
 
@@ -258,6 +273,9 @@ type Load struct {
 	// whether that was learned from this replica itself.
 	Rate      float64
 	RateKnown bool
+	// Pace is the machine's speed relative to the fleet's mean, 1 unless it is
+	// surely of another kind.
+	Pace float64
 	// InFlight counts requests sent and not finished, others' included where
 	// the engine tells.
 	InFlight float64
@@ -299,6 +317,7 @@ func (p *Replica) Load(now time.Time) Load {
 		Queue:       p.queue(now, r) + p.otherTokens,
 		Rate:        r,
 		RateKnown:   p.rate.known(),
+		Pace:        p.pace(),
 		InFlight:    float64(p.inFlight) + p.others,
 		BlockTokens: defaultBlockTokens,
 		Trust:       p.calibrated.trust(),
@@ -437,7 +456,13 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	p.countOthers(next)
 	if prev != nil {
 		if computed, told := uncachedBetween(prev, next); told {
-			p.rate.observe(computed, delta(prev.FirstTokens, next.FirstTokens), delta(prev.PrefillSeconds, next.PrefillSeconds), next.At.Sub(prev.At).Seconds())
+			p.rate.observe(work{
+				tokens:    computed,
+				requests:  delta(prev.FirstTokens, next.FirstTokens),
+				prefill:   delta(prev.PrefillSeconds, next.PrefillSeconds),
+				prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
+				seconds:   next.At.Sub(prev.At).Seconds(),
+			})
 		}
 		if !p.foreign.now(now) {
 			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))

@@ -506,7 +506,6 @@ func (s *Scheduler) choose(r *Request, now time.Time) (c Choice, fits bool) {
 // gather lists the candidates that are good enough.
 func (s *Scheduler) gather(r *Request, t strictness, now time.Time) {
 	s.cands, s.choices, s.hits = s.cands[:0], s.choices[:0], s.hits[:0]
-	mean := s.rate()
 	for i, p := range r.Replicas {
 		if !r.Caller.Open(i) {
 			continue
@@ -524,23 +523,11 @@ func (s *Scheduler) gather(r *Request, t strictness, now time.Time) {
 			Need:       r.Tokens + r.Extra,
 			Free:       l.free,
 			InFlight:   l.inFlight,
-			Pace:       pace(l.load, mean),
+			Pace:       l.load.Pace,
 			KVFree:     1 - l.load.KVUsage.Value,
 			Rendezvous: Rendezvous(r.Key, p.ID),
 		})
 	}
-}
-
-// pace is a replica's prefill rate relative to the fleet's. Rates are measured
-// under load, so those of equal machines differ as well, and the busier one
-// seems slower; to count that would pile work on whichever was idle first. Only
-// what is surely another kind of machine counts.
-func pace(l fleet.Load, mean float64) float64 {
-	const same = 1.4
-	if p := l.Rate / mean; l.RateKnown && (p > same || p < 1/same) {
-		return p
-	}
-	return 1
 }
 
 // believedHit is how many of a prompt's tokens an engine that holds held of

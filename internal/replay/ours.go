@@ -96,7 +96,7 @@ func (a *Aware) Start(f *Fleet) {
 func (a *Aware) Arrive(now time.Duration, r *Request) {
 	k := &asking{policy: a, request: r, now: now}
 	k.Request = plan.Request{
-		Chain: r.Text, Tokens: float64(r.PromptTokens), PerBlock: TextBlockTokens,
+		Chain: r.Text, Tokens: float64(r.PromptTokens), PerBlock: TextBlockTokens, Beyond: r.beyond(),
 		Key: r.TurnKey, Replicas: a.replicas, Caller: k,
 	}
 	a.schedule.Submit(&k.Request, epoch.Add(now))
@@ -194,7 +194,7 @@ func (f *Fleet) snapshot(now time.Duration, replica int, s enginesim.Stats) *met
 		PrefixQueries: fact(float64(s.PrefixQueries)), PrefixHits: fact(float64(s.PrefixHits)),
 		PromptTokens: fact(float64(s.PromptTokens)), CachedPromptTokens: fact(float64(s.CachedTokens)),
 		GenerationTokens: fact(float64(s.GenerationTokens)), FirstTokens: fact(float64(s.FirstTokens)),
-		Finished: fact(float64(s.Finished)), PrefillSeconds: fact(s.PrefillTime.Seconds()),
+		Finished: fact(float64(s.Finished)), PrefillSeconds: fact(s.PrefillTime.Seconds()), PrefillTokens: fact(float64(s.PromptTokens - s.CachedTokens)),
 		StartTime: fact(float64(started.Unix())),
 	}
 }

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import "testing"
+
+// Machines of one kind are not told apart by how busy they are; those of two
+// kinds are.
+func TestPace(t *testing.T) {
+	const idle, busy = 10_000.0, 6_000.0 // tokens a second of prefill time
+	learn := func(p *Replica, unloaded float64) {
+		for i := range 200 {
+			rate := unloaded
+			if i%20 != 0 { // nearly always busy
+				rate *= busy / idle
+			}
+			p.rate.observe(work{tokens: 50_000, requests: 4, prefilled: 50_000, prefill: 50_000 / rate, seconds: 10})
+		}
+	}
+	for _, c := range []struct {
+		name         string
+		speeds, want []float64
+	}{
+		{"equal", []float64{idle, idle, idle}, []float64{1, 1, 1}},
+		{"nearly equal", []float64{idle, 1.1 * idle}, []float64{1, 1}},
+		{"two kinds", []float64{idle, 2 * idle}, []float64{2. / 3, 4. / 3}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			mean := 0.0
+			for _, s := range c.speeds {
+				mean += s / float64(len(c.speeds))
+			}
+			for i, s := range c.speeds {
+				p := NewRegistry().stray("a:1")
+				learn(p, s)
+				p.assumed.speed = mean
+				if got := p.pace(); got < c.want[i]*0.97 || got > c.want[i]*1.03 {
+					t.Errorf("replica of %v tokens a second has pace %v, want %v", s, got, c.want[i])
+				}
+			}
+			// The rate that a queue drains at is that of its load.
+			p := NewRegistry().stray("a:1")
+			learn(p, idle)
+			if r := p.perSecond(); r > 0.8*idle {
+				t.Errorf("rate %v of a machine that is nearly always busy", r)
+			}
+		})
+	}
+}
