@@ -59,7 +59,7 @@ const (
 	// the odd one that shared its steps to weigh little.
 	speedWindow = 50_000
 	// speedFades is what each window leaves of the peak.
-	speedFades = 0.98
+	speedFades = 0.995
 )
 
 func (s *speed) observe(tokens, seconds float64) {
