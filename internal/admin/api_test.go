@@ -127,10 +127,11 @@ func checkCandidates(t *testing.T, x *admin.Explanation) {
 				t.Fatalf("no cost of %s", c.Replica)
 			}
 			k := c.Cost
-			if sum := (k.Queue + k.Compute + k.Requests + k.Pressure) / k.Pace; math.Abs(sum-k.Total) > 1e-6*sum {
+			if sum := k.Queue + k.Compute + k.Requests + k.Pressure; math.Abs(sum-k.Total) > 1e-6*sum {
 				t.Errorf("%s costs %v, but its parts %v", c.Replica, k.Total, sum)
 			}
-			if *c.Hit > *c.Matched+1 || *c.Uncached < x.PromptTokens-*c.Matched-1 {
+			const block = 128 // tokens within the block after the last matched one may hit
+			if *c.Hit > *c.Matched+block || *c.Uncached < x.PromptTokens-*c.Matched-block {
 				t.Errorf("%s: hit %v of matched %v, uncached %v of %v", c.Replica, *c.Hit, *c.Matched, *c.Uncached, x.PromptTokens)
 			}
 		case "prefix_hash":

@@ -41,7 +41,7 @@ func (a *API) drain(r *http.Request) (any, error) {
 		name := p.Fleet().Name
 		if !force {
 			return nil, refuse(http.StatusConflict,
-				"%s is the last eligible replica of fleet %q; with force=true it is drained all the same, and still serves requests that no other replica can take", replica.Addr, name)
+				"%s is the last eligible replica of fleet %q; force the drain, and it still serves requests that no other replica can take", replica.Addr, name)
 		}
 		message = "was the last eligible replica of fleet " + strconv.Quote(name) + ", and still serves requests that no other replica can take"
 	}

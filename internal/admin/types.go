@@ -157,14 +157,19 @@ type Candidate struct {
 }
 
 // Cost is what a request would cost at a replica, in tokens of queue: the sum
-// of its parts, over Pace.
+// of its parts.
 type Cost struct {
-	Total    float64 `json:"total"`
+	Total float64 `json:"total"`
+	// Queue is what waits there, Requests what decodes there, Pressure the KV
+	// cache that must be freed, Compute the prompt's uncached tokens and what
+	// computing them takes from others.
 	Queue    float64 `json:"queue"`
 	Compute  float64 `json:"compute"`
 	Requests float64 `json:"requests"`
 	Pressure float64 `json:"pressure"`
-	Pace     float64 `json:"pace"`
+	// Pace is the replica's prefill rate relative to the fleet's, by which the
+	// parts were divided.
+	Pace float64 `json:"pace"`
 }
 
 // Decision is one choice that was made.

@@ -23,14 +23,14 @@ Tells where a running Caddy would send a request, and why, without sending it.
 The file holds the request's body; without one, or with -, standard input does.
 
 For kv_cache_aware the cost of each replica is shown in its parts, in prompt
-tokens; the lowest wins:
+tokens at the replica's pace; the lowest wins:
 
   MATCH     tokens of the prompt the replica is believed to hold
   QUEUE     uncached tokens that wait there
-  COMPUTE   the tokens it would have to compute, times match_weight
+  COMPUTE   the tokens it would have to compute, weighed by match_weight
   REQUESTS  what its requests in flight count
   PRESSURE  the KV cache that would have to be freed
-  COST      their sum, over the replica's pace
+  COST      their sum
 
 For prefix_hash, PLACE is the replica's place in the prompt's own order, 1 being
 its home, and LOAD what it has outstanding, in tokens.

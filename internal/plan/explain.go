@@ -9,25 +9,31 @@ import (
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 )
 
-// Costs is what [Rule.Cost] is made of, in tokens of queue.
+// Costs is what [Rule.Cost] is made of, in tokens of queue at the fleet's pace.
 type Costs struct {
-	Queue, Compute, Requests, Pressure float64
-	// Pace divides their sum.
+	// Queue is what waits there, Requests what decodes there, Pressure the KV
+	// cache that must be freed: each over the replica's pace.
+	Queue, Requests, Pressure float64
+	// Compute is the rest: the prompt's uncached tokens, and what computing
+	// them takes from others.
+	Compute float64
+	// Pace is the replica's prefill rate relative to the fleet's.
 	Pace float64
 }
 
 // Total is the candidate's cost.
-func (c Costs) Total() float64 { return (c.Queue + c.Compute + c.Requests + c.Pressure) / c.Pace }
+func (c Costs) Total() float64 { return c.Queue + c.Compute + c.Requests + c.Pressure }
 
 // Costs takes the cost of a candidate apart.
 func (r Rule) Costs(c *Candidate) Costs {
-	return Costs{
-		Queue:    c.Queue,
-		Compute:  r.MatchWeight * c.Uncached,
-		Requests: r.PerRequest * c.InFlight,
-		Pressure: max(0, c.Need-c.Free),
+	costs := Costs{
+		Queue:    c.Queue / c.Pace,
+		Requests: r.PerRequest * c.InFlight / c.Pace,
+		Pressure: max(0, c.Need-c.Free) / c.Pace,
 		Pace:     c.Pace,
 	}
+	costs.Compute = r.Cost(c) - costs.Total()
+	return costs
 }
 
 // Forecast is what would be decided on a request.

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+)
+
+// TestCostsAddUp compares the parts of a cost with the cost, also where there
+// is no pressure and where capacity is unknown, and what computing costs with a
+// replica that has nothing else.
+func TestCostsAddUp(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 1000 {
+		rule := Rule{MatchWeight: 1 + 3*r.Float64(), PerRequest: 1000 * r.Float64()}
+		c := Candidate{
+			Queue: 1e5 * r.Float64(), Uncached: 1e4 * r.Float64(), Need: 1e5 * r.Float64(),
+			Free: 1e5 * r.Float64(), InFlight: float64(r.IntN(50)), Pace: 0.1 + 2*r.Float64(),
+		}
+		if r.IntN(3) == 0 {
+			c.Free = math.Inf(1)
+		}
+		if got, want := rule.Costs(&c).Total(), rule.Cost(&c); math.Abs(got-want) > 1e-9*want {
+			t.Fatalf("%+v costs %v, its parts %v", c, want, got)
+		}
+		idle := Candidate{Uncached: c.Uncached, Free: math.Inf(1), Pace: c.Pace}
+		if got, want := rule.Costs(&c).Compute, rule.Cost(&idle); math.Abs(got-want) > 1e-6*(1+want) {
+			t.Fatalf("computing %v costs %v among other things, alone %v", c.Uncached, got, want)
+		}
+	}
+}
+
+// passerBy is a caller whose requests are sent and end nowhere.
+type passerBy struct {
+	replicas []*fleet.Replica
+	closed   int // place of a replica that is not open
+	chain    []uint64
+	got      Choice
+}
+
+func (p *passerBy) Open(i int) bool { return i != p.closed }
+func (p *passerBy) Tried(int) bool  { return false }
+func (p *passerBy) Send(c Choice) {
+	p.got = c
+	if c.Index >= 0 {
+		p.replicas[c.Index].Reserve(&fleet.Reservation{Prompt: 1000, Uncached: c.Uncached, Hit: c.Hit}, time.Unix(1000, 0))
+		p.replicas[c.Index].Holds(p.chain)
+	}
+}
+
+// TestExplainIsWhatSubmitDoes asks before each of many requests, and compares.
+func TestExplainIsWhatSubmitDoes(t *testing.T) {
+	registry := fleet.NewRegistry()
+	var addrs []string
+	for i := range 5 {
+		addrs = append(addrs, fmt.Sprintf("r%d:1", i))
+	}
+	f := registry.New(fleet.Config{}, addrs)
+	defer f.Stop()
+	s := NewScheduler(registry.Index, f.Rate)
+	s.Terms = BindOnArrival
+	now := time.Unix(1000, 0)
+	r := rand.New(rand.NewPCG(3, 4))
+	for n := range 300 {
+		caller := &passerBy{replicas: f.Members(), closed: r.IntN(7) - 1}
+		session := uint64(r.IntN(8)) << 32
+		for b := range 2 + r.IntN(30) {
+			caller.chain = append(caller.chain, session+uint64(b)+1)
+		}
+		ask := func() *Request {
+			return &Request{
+				Chain: caller.chain, Tokens: 64 * float64(len(caller.chain)), PerBlock: 64,
+				Key: session, Replicas: caller.replicas, Caller: caller,
+			}
+		}
+		if n%50 == 7 {
+			caller.replicas[n%5].Drain(n%100 == 7)
+		}
+		request := ask()
+		told := s.Explain(request, now)
+		if request.Ready() != nil || caller.got != (Choice{}) {
+			t.Fatal("explaining sent the request")
+		}
+		if again := s.Explain(ask(), now); fmt.Sprint(again) != fmt.Sprint(told) {
+			t.Fatalf("explained %+v, then %+v", told, again)
+		}
+		if !s.Submit(ask(), now) {
+			t.Fatal("a request waits though all are bound on arrival")
+		}
+		if told.Choice != caller.got {
+			t.Fatalf("request %d: explained %+v, sent %+v", n, told.Choice, caller.got)
+		}
+		for i, o := range told.Options {
+			if o.Allowed && i == caller.closed {
+				t.Fatalf("replica %d is allowed but not open", i)
+			}
+			if i == told.Index && (!o.Allowed || math.Abs(o.Costs.Total()-told.Cost) > 1e-6) {
+				t.Fatalf("the choice costs %v, its option %+v", told.Cost, o)
+			}
+		}
+	}
+}
+
+// TestPeekIsTheNextKey compares with the key that is then drawn, except for
+// the very requests that split a key.
+func TestPeekIsTheNextKey(t *testing.T) {
+	d := NewDepths(0)
+	r := rand.New(rand.NewPCG(5, 6))
+	now := time.Unix(1000, 0)
+	differ := 0
+	const requests = 3000
+	for range requests {
+		p := prompt.Prompt{Turn: 64, TurnKey: r.Uint64()}
+		for b := range 64 {
+			key := uint64(b)
+			if b >= 16 {
+				key += uint64(r.IntN(20)) << 32
+			}
+			p.Chain = append(p.Chain, key+1)
+		}
+		peeked := d.Peek(&p)
+		if again := d.Peek(&p); again != peeked {
+			t.Fatal("peeking changed the key")
+		}
+		if d.Key(&p, 1000, 4, now) != peeked {
+			differ++
+		}
+		now = now.Add(10 * time.Millisecond)
+	}
+	if differ > requests/20 {
+		t.Errorf("%d of %d keys differ from what was peeked", differ, requests)
+	}
+	fixed := NewDepths(1024)
+	p := prompt.Prompt{Chain: []uint64{1, 2, 3, 4, 5}, TurnKey: 9}
+	if fixed.Peek(&p) != 4 || fixed.Peek(&prompt.Prompt{TurnKey: 9}) != 9 {
+		t.Errorf("with a fixed prefix the key is %d, and %d for a short prompt", fixed.Peek(&p), fixed.Peek(&prompt.Prompt{TurnKey: 9}))
+	}
+}
