@@ -39,6 +39,16 @@ type Request struct {
 	engine *enginesim.Request // where it is now, nil if held by the router
 }
 
+// beyond is how far a match reaches beyond its last full block on average. Text
+// is cut without regard to where prompts differ; the ids of a Mooncake trace
+// stand for whole blocks.
+func (r *Request) beyond() float64 {
+	if r.call.text {
+		return TextBlockTokens / 2
+	}
+	return 0
+}
+
 // Policy decides where requests go. All times are virtual.
 type Policy interface {
 	// Start is called once, with the fleet that there is.

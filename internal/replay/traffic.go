@@ -39,6 +39,7 @@ type record struct {
 	promptTokens, outputTokens int
 	chains                     [][]uint64 // text blocks, then engine blocks of each size
 	shared                     []int      // how many leading blocks of each chain other conversations share
+	text                       bool       // blocks are cut out of text
 	turn                       int        // text blocks of the first user turn, 0 if unknown
 	turnKey                    uint64
 }
@@ -111,6 +112,7 @@ func (t *Traffic) PromptTokens() int {
 func (t *Traffic) record(r *trace.Request) *record {
 	rec := &record{
 		at: r.At, think: r.Think, session: r.Session,
+		text:         r.HashIDs == nil,
 		promptTokens: max(1, r.InputTokens), outputTokens: r.OutputTokens,
 		chains: [][]uint64{r.AppendBlocks(nil, TextBlockTokens)},
 	}

@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package replay
+
+import (
+	"bytes"
+	"context"
+	"encoding/xml"
+	"errors"
+	"io"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/trace"
+)
+
+func conversation(t *testing.T) *Traffic {
+	t.Helper()
+	recorded, err := trace.Open("testdata/conversation.jsonl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	traffic, err := Load(recorded.Requests(), nil, 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return traffic
+}
+
+func chats(t *testing.T, n int) *Traffic {
+	t.Helper()
+	traffic, err := Load(nil, trace.Workload{Seed: 1, Chats: n}.Sessions(), 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return traffic
+}
+
+func replicas(n int) []enginesim.Config { return make([]enginesim.Config, n) }
+
+func contenders(t *testing.T, names ...string) []Contender {
+	t.Helper()
+	var cs []Contender
+	for _, name := range names {
+		c, err := ParseContender(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cs = append(cs, c)
+	}
+	return cs
+}
+
+// study plays traffic for some policies over three seeds.
+func study(t *testing.T, traffic *Traffic, setup Setup, names ...string) map[string]*Result {
+	t.Helper()
+	setup.Scrape, setup.Jitter = time.Second, time.Second
+	results, err := Study{Setup: setup, Traffic: traffic, Contenders: contenders(t, names...), Seeds: 3}.Run(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	by := make(map[string]*Result)
+	for i := range results {
+		by[results[i].Policy] = &results[i]
+	}
+	return by
+}
+
+func meanTTFT(s *Summary) float64 { return s.Mean }
+func hitRate(s *Summary) float64  { return s.HitRate }
+
+// Who beats whom, by more than chance, on a cut-out of the conversation trace.
+func TestConversation(t *testing.T) {
+	by := study(t, conversation(t), Setup{Engines: replicas(6)},
+		"kv_cache_aware", "prefix_hash", "least_conn", "match_or_balance", "overlap_and_load", "oracle")
+	ours := by["kv_cache_aware"]
+	for _, other := range []string{"prefix_hash", "least_conn", "match_or_balance", "overlap_and_load"} {
+		if Compare(ours, by[other], meanTTFT) != Lower {
+			t.Errorf("mean TTFT is %.2f s with kv_cache_aware, %.2f with %s", ours.Mean.Mean, by[other].Mean.Mean, other)
+		}
+	}
+	if Compare(by["prefix_hash"], by["least_conn"], hitRate) != Higher {
+		t.Errorf("hit rate is %.3f with prefix_hash, %.3f with least_conn", by["prefix_hash"].Mean.HitRate, by["least_conn"].Mean.HitRate)
+	}
+	if m, o := ours.Mean.Mean, by["oracle"].Mean.Mean; m > 1.1*o {
+		t.Errorf("mean TTFT is %.2f s, more than a tenth above that of an oracle that binds on arrival, %.2f", m, o)
+	}
+}
+
+// With two kinds of machine the faster ones do more, about as if their rates
+// were known.
+func TestMixedFleet(t *testing.T) {
+	setup := Setup{Engines: replicas(6)}
+	for i := range setup.Engines {
+		setup.Engines[i].PrefillRate = []float64{7000, 14000}[i%2]
+	}
+	by := study(t, conversation(t), setup, "kv_cache_aware", "oracle")
+	ours := by["kv_cache_aware"]
+	if m, o := ours.Mean.Mean, by["oracle"].Mean.Mean; m > 1.15*o {
+		t.Errorf("mean TTFT is %.2f s, %.2f with an oracle", m, o)
+	}
+	slow, fast := 0.0, 0.0
+	for i, c := range ours.Detail.Computed {
+		if i%2 == 0 {
+			slow += c
+		} else {
+			fast += c
+		}
+	}
+	if fast < 1.3*slow {
+		t.Errorf("the fast half computed %.0f tokens, the slow one %.0f", fast, slow)
+	}
+}
+
+// Chats stay where their history is.
+func TestChats(t *testing.T) {
+	by := study(t, chats(t, 200), Setup{Engines: replicas(4)}, "kv_cache_aware", "prefix_hash", "round_robin")
+	for _, ours := range []string{"kv_cache_aware", "prefix_hash"} {
+		if Compare(by[ours], by["round_robin"], hitRate) != Higher {
+			t.Errorf("hit rate is %.3f with %s, %.3f with round_robin", by[ours].Mean.HitRate, ours, by["round_robin"].Mean.HitRate)
+		}
+	}
+}
+
+// All contenders answer every request once, whatever happens to replicas, and
+// those on the way to a replica that restarts are tried elsewhere.
+func TestChangesLoseNothing(t *testing.T) {
+	traffic := conversation(t)
+	changes := []Change{
+		{At: 21300 * time.Millisecond, Replica: 1, Kind: Restart},
+		{At: 30 * time.Second, Replica: 2, Kind: Leave},
+		{At: 60 * time.Second, Replica: 2, Kind: Join},
+		{At: 40 * time.Second, Replica: 3, Kind: Join},
+	}
+	for _, c := range Contenders {
+		t.Run(c.Name, func(t *testing.T) {
+			out, err := Run(Setup{Engines: replicas(4), Scrape: time.Second, Changes: changes}, c.New(), traffic)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(out) != traffic.Count() {
+				t.Fatalf("%d outcomes of %d requests", len(out), traffic.Count())
+			}
+			retried := 0
+			for _, o := range out {
+				retried += o.Retries
+				if o.Failed {
+					continue
+				}
+				if o.TTFT <= 0 || o.Total < o.TTFT || o.Held < 0 || o.Held > o.TTFT {
+					t.Fatalf("impossible times: %+v", o)
+				}
+				if o.Replica == 3 && o.Arrived+o.Held < 40*time.Second {
+					t.Fatalf("sent to a replica before it joined: %+v", o)
+				}
+			}
+			if retried == 0 {
+				t.Error("no request was tried again after the restart")
+			}
+		})
+	}
+}
+
+// A fleet without replicas refuses instead of hanging.
+func TestNoReplica(t *testing.T) {
+	for _, c := range Contenders {
+		out, err := Run(Setup{Engines: replicas(1), Changes: []Change{{Kind: Leave}}}, c.New(), chats(t, 3))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range out {
+			if !o.Failed && o.Arrived > 0 {
+				t.Fatalf("%s: answered by nobody: %+v", c.Name, o)
+			}
+		}
+	}
+}
+
+// The same seed gives the same outcome, another one does not.
+func TestSeeds(t *testing.T) {
+	traffic := conversation(t)
+	play := func(seed uint64) Summary {
+		out, err := Run(Setup{Engines: replicas(3), Scrape: time.Second, Seed: seed, Jitter: time.Second}, NewAware(), traffic)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return Summarize(out, 3)
+	}
+	if a, b := play(1), play(1); a != b {
+		t.Errorf("one seed, two outcomes: %+v and %+v", a, b)
+	}
+	if a, b := play(1), play(2); a == b {
+		t.Error("two seeds, one outcome")
+	}
+}
+
+// Nobody waits on an idle fleet, where each request has the TTFT that its own
+// prompt takes.
+func TestIdleFleet(t *testing.T) {
+	out, err := Run(Setup{Engines: replicas(8), Scrape: time.Second, Rate: 0.02}, NewAware(), conversation(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	held := 0
+	for _, o := range out {
+		if o.Held > 0 {
+			held++
+		}
+	}
+	// Bursts of the trace come at one moment, however slowly it is played.
+	if held > len(out)/5 {
+		t.Errorf("%d of %d requests were held back", held, len(out))
+	}
+}
+
+func TestCopies(t *testing.T) {
+	traffic := chats(t, 10)
+	setup := Setup{Engines: replicas(2), Scrape: time.Second, Copies: 5}
+	out, err := Run(setup, NewAware(), traffic)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(out) != 5*traffic.Count() {
+		t.Errorf("%d requests of 5 × %d", len(out), traffic.Count())
+	}
+	source := traffic.source(setup.withDefaults())
+	chains := make(map[uint64]int)
+	first := source.take(0)
+	for c := first; c != nil && c.play.records[0] == first.play.records[0]; c = source.take(0) {
+		chain := c.chain(0)
+		if common(chain, first.chain(0)) < first.shared[0] {
+			t.Error("copies do not share the system prompt")
+		}
+		chains[chain[len(chain)-1]]++
+		if source.due() == never {
+			break
+		}
+	}
+	for chain, n := range chains {
+		if n > 1 {
+			t.Errorf("%d copies share their whole prompt %x", n, chain)
+		}
+	}
+	if _, err := Run(Setup{Engines: replicas(1), Copies: 2}, NewAware(), conversation(t)); err == nil {
+		t.Error("requests without sessions were copied")
+	}
+}
+
+func TestParse(t *testing.T) {
+	for text, want := range map[string]string{
+		"restart:2@90s": "", "leave:0@0s": "", "join:1@1m30s": "",
+		"": "no time", "stop:1@3s": `"stop" is no change`, "leave:x@3s": `"x" is no number`, "leave:-1@3s": "no number", "leave:1@x": `"x" is no time`, "leave:1@-3s": "no time",
+	} {
+		c, err := ParseChange(text)
+		switch {
+		case want == "" && err != nil:
+			t.Errorf("%s: %v", text, err)
+		case want == "":
+			if again, err := ParseChange(c.String()); err != nil || again != c {
+				t.Errorf("%s is written as %s", text, c)
+			}
+		case err == nil || !strings.Contains(err.Error(), want):
+			t.Errorf("%q: error is %v, want %s", text, err, want)
+		}
+	}
+	for text, want := range map[string]string{
+		"nobody": "unknown", "least_conn:x=1": "no settings", "kv_cache_aware:x=1": `no setting "x"`,
+		"kv_cache_aware:room=1": "no duration", "kv_cache_aware:slip=a": "no number",
+	} {
+		if _, err := ParseContender(text); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: error is %v, want %s", text, err, want)
+		}
+	}
+	c := contenders(t, "kv_cache_aware:match_weight=7,room=250ms")[0]
+	if a := c.New().(*Aware); a.Rule.MatchWeight != 7 || a.Terms.Room != 250*time.Millisecond {
+		t.Errorf("settings were not taken: %+v %+v", a.Rule, a.Terms)
+	}
+	if a := NewAware(); a.Rule.MatchWeight == 7 {
+		t.Error("settings leak into the defaults")
+	}
+}
+
+func TestSetupIsChecked(t *testing.T) {
+	traffic := conversation(t)
+	for name, setup := range map[string]Setup{
+		"no replica":     {},
+		"block size":     {Engines: []enginesim.Config{{BlockTokens: 32}}},
+		"change outside": {Engines: replicas(2), Changes: []Change{{Replica: 2, Kind: Leave}}},
+	} {
+		if _, err := Run(setup, NewAware(), traffic); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+	if _, err := Load(func(func(trace.Request, error) bool) {}, nil, 16); err == nil {
+		t.Error("no request is no error")
+	}
+	broken := errors.New("broken")
+	if _, err := Load(func(yield func(trace.Request, error) bool) { yield(trace.Request{}, broken) }, nil, 16); !errors.Is(err, broken) {
+		t.Errorf("error is %v", err)
+	}
+}
+
+func TestCompare(t *testing.T) {
+	runs := func(values ...float64) *Result {
+		r := new(Result)
+		for _, v := range values {
+			r.Runs = append(r.Runs, Summary{Mean: v})
+		}
+		r.sumUp()
+		return r
+	}
+	for _, c := range []struct {
+		a, b *Result
+		want Verdict
+	}{
+		{runs(1), runs(2), Unknown},
+		{runs(1, 1.1, 0.9), runs(2, 2.1, 1.9), Lower},
+		{runs(2, 2.1, 1.9), runs(1, 1.1, 0.9), Higher},
+		{runs(1, 2, 3), runs(2, 1, 3.5), Noise},
+		{runs(1, 5, 9), runs(1.1, 5.1, 9.1), Lower}, // paired
+		{runs(1, 1, 1), runs(1, 1, 1), Noise},
+	} {
+		if got := Compare(c.a, c.b, meanTTFT); got != c.want {
+			t.Errorf("%v against %v: %v, want %v", c.a.Runs, c.b.Runs, got, c.want)
+		}
+	}
+	if r := runs(1, 2, 3); r.Mean.Mean != 2 || math.Abs(r.Spread.Mean-1) > 1e-9 {
+		t.Errorf("mean and spread are %v and %v", r.Mean.Mean, r.Spread.Mean)
+	}
+}
+
+func TestReport(t *testing.T) {
+	results, err := Study{
+		Setup: Setup{Engines: replicas(2), Scrape: time.Second, Jitter: time.Second}, Traffic: chats(t, 20),
+		Contenders: contenders(t, "kv_cache_aware", "least_conn"), Seeds: 2,
+	}.Run(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var page bytes.Buffer
+	report := Report{Title: "A <b>title</b>", Command: "caddy kv-cache replay", Seeds: 2, Results: results}
+	if err := report.Write(&page); err != nil {
+		t.Fatal(err)
+	}
+	text := page.String()
+	for _, want := range []string{"kv_cache_aware", "A &lt;b&gt;title", "<svg", "no_match"} {
+		if !strings.Contains(text, want) {
+			t.Errorf("the page lacks %q", want)
+		}
+	}
+	for _, bad := range []string{"http://", "https://", "<script", "NaN", "Inf"} {
+		if strings.Contains(text, bad) {
+			t.Errorf("the page has %q", bad)
+		}
+	}
+	for svg := range strings.SplitSeq(text, "<svg") {
+		if at := strings.Index(svg, "</svg>"); at > 0 {
+			wellFormed(t, "<svg"+svg[:at]+"</svg>")
+		}
+	}
+	if err := new(Report).Write(io.Discard); err == nil {
+		t.Error("a report about nothing")
+	}
+}
+
+func wellFormed(t *testing.T, svg string) {
+	t.Helper()
+	d := xml.NewDecoder(strings.NewReader(svg))
+	for {
+		if _, err := d.Token(); errors.Is(err, io.EOF) {
+			return
+		} else if err != nil {
+			t.Fatalf("plot is no XML: %v", err)
+		}
+	}
+}
+
+func TestStudyStops(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := Study{Setup: Setup{Engines: replicas(2)}, Traffic: chats(t, 5), Contenders: Contenders, Seeds: 2}.Run(ctx)
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("error is %v", err)
+	}
+}
+
+// BenchmarkReplay is what a request costs in a replay, engines included.
+func BenchmarkReplay(b *testing.B) {
+	recorded, err := trace.Open("testdata/conversation.jsonl")
+	if err != nil {
+		b.Fatal(err)
+	}
+	traffic, err := Load(recorded.Requests(), nil, 16)
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, c := range Contenders {
+		b.Run(c.Name, func(b *testing.B) {
+			var virtual time.Duration
+			for b.Loop() {
+				out, err := Run(Setup{Engines: replicas(6), Scrape: time.Second}, c.New(), traffic)
+				if err != nil {
+					b.Fatal(err)
+				}
+				virtual += out[len(out)-1].Arrived
+			}
+			b.ReportMetric(float64(b.Elapsed().Microseconds())/float64(b.N*traffic.Count()), "µs/request")
+			b.ReportMetric(virtual.Seconds()/b.Elapsed().Seconds(), "x-of-realtime")
+		})
+	}
+}
