@@ -104,7 +104,7 @@ func (g *Registry) New(cfg Config, addrs []string) *Fleet {
 		}
 	}
 	f.members.Store(&members)
-	f.lend() // what an earlier configuration has learned
+	f.lend(time.Now()) // what an earlier configuration has learned
 	return f
 }
 
@@ -237,7 +237,7 @@ func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 	if t := p.truth.Load(); t != nil && f.Events != nil && s.Snapshot != nil {
 		t.widen(s.Snapshot.Rows, f.Events, f.Logger.With(zap.String("fleet", f.Name)))
 	}
-	f.lend()
+	f.lend(now)
 	f.findCommon()
 	if f.Changed != nil {
 		f.Changed(now)
@@ -249,7 +249,7 @@ func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 }
 
 // lend works out the fleet's means and lends them to members that know no better.
-func (f *Fleet) lend() {
+func (f *Fleet) lend(now time.Time) {
 	var rates, n, speeds, fast, bytes, tokens float64
 	members := *f.members.Load()
 	for _, m := range members {
@@ -279,6 +279,7 @@ func (f *Fleet) lend() {
 		m.replica.mu.Lock()
 		m.replica.assumed.rate, m.replica.assumed.bytesPerToken = mean, ratio
 		m.replica.assumed.speed = speeds / max(1, fast)
+		m.replica.settle(now)
 		m.replica.mu.Unlock()
 	}
 }

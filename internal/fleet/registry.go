@@ -81,6 +81,7 @@ func (g *Registry) stray(addr string) *Replica {
 		},
 	}
 	p.gone.Store(true)
+	p.settle(time.Time{})
 	return p
 }
 

@@ -79,6 +79,8 @@ type Replica struct {
 	warm warmUp
 
 	drained bool // taken out by an operator
+
+	standing Load // what only scrapes change; see settle
 }
 
 // assumed is what a fleet lends a replica whose own measurements are missing.
@@ -307,28 +309,38 @@ func (p *Replica) Avoided(now time.Time) Avoid {
 	return p.avoid(now)
 }
 
-// Load reads the replica's state at now.
+// Load reads the replica's state at now. It is called for every replica at
+// every choice, so what only scrapes change is kept ready in standing.
 func (p *Replica) Load(now time.Time) Load {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	r := p.perSecond()
+	l := p.standing
+	l.Avoid = p.avoid(now)
+	l.Queue = p.queue(now, l.Rate) + p.otherTokens
+	l.InFlight = float64(p.inFlight) + p.others
+	l.Room = p.warm.room(p.inFlight, now)
+	if p.fresh(now) == nil {
+		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
+	}
+	l.Used = p.footing
+	if l.KVUsage.Known && l.Capacity > 0 {
+		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
+	}
+	return l
+}
+
+// settle works out what a Load says until the next scrape.
+func (p *Replica) settle(now time.Time) {
 	l := Load{
-		Avoid:       p.avoid(now),
-		Queue:       p.queue(now, r) + p.otherTokens,
-		Rate:        r,
+		Rate:        p.perSecond(),
 		RateKnown:   p.rate.known(),
 		Pace:        p.pace(),
-		InFlight:    float64(p.inFlight) + p.others,
 		BlockTokens: defaultBlockTokens,
 		Trust:       p.calibrated.trust(),
-		Room:        p.warm.room(p.inFlight, now),
-		Used:        p.footing,
-	}
-	if s := p.fresh(now); s != nil {
-		l.KVUsage = s.KVUsage
-		l.QueueKnown = p.trustFirstTokens(s, now)
 	}
 	if s := p.latest; s != nil {
+		l.KVUsage = s.KVUsage
+		l.QueueKnown = p.trustFirstTokens(s, now)
 		if s.BlockTokens.Known && s.BlockTokens.Value >= 1 {
 			l.BlockTokens = s.BlockTokens.Value
 		}
@@ -339,10 +351,7 @@ func (p *Replica) Load(now time.Time) Load {
 			l.Trust = 0
 		}
 	}
-	if l.KVUsage.Known && l.Capacity > 0 {
-		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
-	}
-	return l
+	p.standing = l
 }
 
 func (p *Replica) avoid(now time.Time) Avoid {
@@ -422,6 +431,7 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 	}
 	p.learn(prev, next, s.Duration, now)
 	p.resize()
+	p.settle(now)
 	note("choice", wasAvoid.String(), p.avoid(now).String())
 	return changes
 }
