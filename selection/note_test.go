@@ -57,7 +57,7 @@ func TestSpanAttributes(t *testing.T) {
 		span.End()
 		got := make(map[string]string)
 		for _, a := range spans.Ended()[0].Attributes() {
-			got[string(a.Key)] = a.Value.Emit()
+			got[string(a.Key)] = a.Value.String()
 		}
 		if got["kv_cache.replica"] != u.Dial || got["kv_cache.policy"] != policy || got["kv_cache.attempt"] != "1" {
 			t.Errorf("%s: span has %v", policy, got)

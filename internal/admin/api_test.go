@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 
@@ -187,7 +188,10 @@ func TestBodiesWithoutPrompt(t *testing.T) {
 }
 
 // zeros is a body of blanks within a prompt, and how much of it was read.
-type zeros struct{ left, read int64 }
+type zeros struct {
+	left int64
+	read atomic.Int64
+}
 
 func (z *zeros) Read(p []byte) (int, error) {
 	if z.left == 0 {
@@ -198,7 +202,7 @@ func (z *zeros) Read(p []byte) (int, error) {
 		p[i] = ' '
 	}
 	z.left -= int64(n)
-	z.read += int64(n)
+	z.read.Add(int64(n))
 	return n, nil
 }
 
@@ -227,8 +231,8 @@ func TestExplainGigabyte(t *testing.T) {
 	if !x.Truncated || x.Reason != "only" || x.Blocks*256 > 65536 {
 		t.Errorf("explained %+v", x)
 	}
-	if rest.read > 256<<20 {
-		t.Errorf("%d MiB were read", rest.read>>20)
+	if n := rest.read.Load(); n > 256<<20 {
+		t.Errorf("%d MiB were read", n>>20)
 	}
 }
 
