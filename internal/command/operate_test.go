@@ -240,6 +240,33 @@ func TestExplainOtherwise(t *testing.T) {
 	}
 }
 
+func TestDecisions(t *testing.T) {
+	now := time.Now()
+	list := []admin.Decision{
+		{At: now.Add(-3 * time.Second), Replica: "vllm-0:8000", Reason: "match", Key: "00c0ffee00c0ffee", PromptTokens: 11_580, HitTokens: 11_392, Cost: some(4710.0), NextCost: some(37_860.0), Waited: 1.25, Attempt: 1},
+		{At: now.Add(-time.Hour), Replica: "vllm-1:8000", Reason: "incremental", Attempt: 1},
+	}
+	addr, got := standIn(t, map[string]any{"/kv_cache/decisions": list})
+	out, err := execute(t, "", "decisions", "--address", addr, "--limit", "7")
+	if err != nil || got.uri != "/kv_cache/decisions?limit=7" {
+		t.Fatalf("%+v, %v", got, err)
+	}
+	for _, part := range []string{
+		"  3s vllm-0:8000           match          12k   11k  4.7k   38k  1.2s 00c0ffee",
+		" 60m vllm-1:8000           incremental      0     0     -     -     -",
+	} {
+		if !strings.Contains(out, part) {
+			t.Errorf("decisions lack %q:\n%s", part, out)
+		}
+	}
+	fits(t, out)
+	out, err = execute(t, "", "decisions", "--address", addr, "--key", "00c0", "--json")
+	var kept []admin.Decision
+	if err != nil || json.Unmarshal([]byte(out), &kept) != nil || len(kept) != 1 {
+		t.Errorf("%q, %v", out, err)
+	}
+}
+
 func TestDrain(t *testing.T) {
 	addr, got := standIn(t, map[string]any{
 		"/kv_cache/drain":   fmt.Errorf("a:1 is the last eligible replica of fleet %q", "chat"),
