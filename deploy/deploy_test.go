@@ -54,9 +54,9 @@ func freePort(t *testing.T) string {
 	return port
 }
 
-// scraped are the names of all samples on the metrics page of a Caddy that has
-// both policies and has served requests of several kinds.
-func scraped(t *testing.T) map[string]bool {
+// serving is the address of a Caddy that has both policies and has served
+// requests of several kinds.
+func serving(t *testing.T) string {
 	t.Helper()
 	var engines []string
 	for range 2 {
@@ -101,6 +101,13 @@ func scraped(t *testing.T) map[string]bool {
 		post(t, web+"/v1/chat/completions", `{"model": "sim", "max_tokens": 2, "messages": [{"role": "user", "content": "`+long+`"}]}`)
 		post(t, web+"/v1/completions", `{"model": "sim", "max_tokens": 2, "prompt": "`+long+`"}`)
 	}
+	return web
+}
+
+// scraped are the names of all samples on the metrics page of such a Caddy.
+func scraped(t *testing.T) map[string]bool {
+	t.Helper()
+	web := serving(t)
 	end := time.Now().Add(20 * time.Second)
 	for {
 		names := sampleNames(t, web+"/metrics")
