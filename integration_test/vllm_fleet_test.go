@@ -53,6 +53,7 @@ func TestVLLM(t *testing.T) {
 	t.Run("OtherSenders", e.testOtherSenders)
 	t.Run("Burst", e.testBurst)
 	t.Run("ClientsLeave", e.testClientsLeave)
+	t.Run("QueueFull", e.testQueueFull)
 	t.Run("Reset", e.testReset)
 	t.Run("ReloadKeepsEvents", e.testReloadKeepsEvents)
 	if e.ours != nil {
@@ -74,6 +75,7 @@ func startVLLM(t *testing.T) *vllmFleet {
 	}
 	fleet, err := vllm.Start(t.Context(), vllm.Options{
 		Replicas: 2, Model: "tiny", Blocks: poolBlocks, StartTimeout: 10 * time.Minute,
+		Extra: []string{"--max-num-queued-reqs=2"},
 	})
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)
@@ -548,6 +550,7 @@ func (e *vllmFleet) testReloadKeepsEvents(t *testing.T) {
 	p := e.proxy(t, followed, "")
 	messages := []message{{"system", unique("reload", 900)}, {"user", "Hello"}}
 	first := p.must(chatPath, e.chat(4, messages...))
+	p.awaitScrapes(e.addrs...) // which tell the length of a token
 	for range 3 {
 		p.reload(aware(e.addrs, followed, ""))
 	}
@@ -627,50 +630,27 @@ func (e *vllmFleet) testRestart(t *testing.T) {
 }
 
 // An engine whose queue is full answers 503. With a retry the request goes elsewhere.
-func TestVLLMQueueFull(t *testing.T) {
-	if testing.Short() || os.Getenv("VLLM_URLS") != "" {
-		t.Skip("SKIPPED, a full queue is untested: it needs vLLM servers of its own")
-	}
-	fleet, err := vllm.Start(t.Context(), vllm.Options{
-		Replicas: 2, Model: "tiny", StartTimeout: 10 * time.Minute,
-		Extra: []string{"--max-num-queued-reqs=2", "--max-num-seqs=1"},
-	})
-	if errors.Is(err, vllm.ErrUnavailable) {
-		t.Skipf("SKIPPED, real engines untested: %v", err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-		http.DefaultClient.CloseIdleConnections()
-	})
-	e := &vllmFleet{model: fleet.Model, ours: fleet}
-	for _, url := range fleet.URLs {
-		e.addrs = append(e.addrs, strings.TrimPrefix(url, "http://"))
-	}
-	p := start(t, aware(e.addrs, "", "lb_retries 3\nlb_retry_match {\n\tmethod POST\n\texpression `{rp.status_code} == 503`\n}"))
-	p.awaitScrapes(e.addrs...)
-	// Fill the first one from outside.
+func (e *vllmFleet) testQueueFull(t *testing.T) {
+	p := e.proxy(t, "", "lb_retries 3\nlb_retry_match {\n\tmethod POST\n\texpression `{rp.status_code} == 503`\n}")
 	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
 	var outside sync.WaitGroup
 	defer outside.Wait()
 	defer cancel()
-	for range 3 {
-		outside.Go(func() {
-			r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+e.addrs[0]+chatPath, nil)
-			if err != nil {
-				return
-			}
-			setBody(r, e.chat(3000, message{"user", unique("outside", 200)}))
-			exchange(p.client, r) // ends with the test
-		})
+	directly := func(ctx context.Context, tokens int) int {
+		r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://"+e.addrs[0]+chatPath, nil)
+		if err != nil {
+			return 0
+		}
+		setBody(r, e.chat(tokens, message{"user", unique("outside", 200)}))
+		return exchange(p.client, r).status
 	}
-	await(t, "two requests waiting at "+e.addrs[0], func() bool {
-		return strings.Contains(e.page(t, p.client, e.addrs[0]), `vllm:num_requests_waiting{engine="0",model_name="`+e.model+`"} 2.0`)
+	for range 16 { // eight run, two wait, the others are refused
+		outside.Go(func() { directly(ctx, 3500) })
+	}
+	await(t, "a full queue at "+e.addrs[0], func() bool {
+		ctx, cancel := context.WithTimeout(ctx, time.Second)
+		defer cancel()
+		return directly(ctx, 1) == http.StatusServiceUnavailable
 	})
 	for range 8 {
 		a := p.must(chatPath, e.chat(4, message{"user", unique("refused", 300)}))
