@@ -36,7 +36,7 @@ type KVCacheAware struct {
 	Name string `json:"name,omitempty"`
 
 	// What recomputing one prompt token counts against one token of queue.
-	// Higher follows the cache more, lower spreads load more. Default: 3.
+	// Higher follows the cache more, lower spreads load more. Default: 5.
 	MatchWeight float64 `json:"match_weight,omitempty"`
 
 	// What one request in flight at a replica counts, in tokens of queue:

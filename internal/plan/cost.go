@@ -22,7 +22,7 @@ type Rule struct {
 
 // Default is the rule used when nothing is configured; docs/choice.md tells
 // where its figures come from.
-var Default = Rule{MatchWeight: 3, PerRequest: 500}
+var Default = Rule{MatchWeight: 5, PerRequest: 500}
 
 // Candidate is one replica that could serve a request.
 type Candidate struct {
@@ -47,11 +47,14 @@ type Candidate struct {
 	cost float64 // set by Choose
 }
 
-// Cost is what serving the request at c costs.
+// Cost is what serving the request at c costs. The time until its first token
+// goes by the replica's pace. What recomputing takes from others does not:
+// weighed by the pace, each match weight above 1 would pile that much more work
+// on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
 	pressure := max(0, c.Need-c.Free)
-	cost := c.Queue + r.MatchWeight*c.Uncached + r.PerRequest*c.InFlight + pressure
-	return cost / c.Pace
+	own := c.Queue + c.Uncached + r.PerRequest*c.InFlight + pressure
+	return own/c.Pace + (r.MatchWeight-1)*c.Uncached
 }
 
 const (

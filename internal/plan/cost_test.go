@@ -18,7 +18,7 @@ func reference(r Rule, cs []Candidate) int {
 		if c.Need > c.Free {
 			preempted = c.Need - c.Free
 		}
-		return (c.Queue + r.MatchWeight*c.Uncached + r.PerRequest*c.InFlight + preempted) / c.Pace
+		return (c.Queue+c.Uncached+r.PerRequest*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached
 	}
 	var places []int
 	least := math.Inf(1)
@@ -111,12 +111,12 @@ func TestTies(t *testing.T) {
 			with(func(c *Candidate) { c.Uncached = 16; c.Queue = 2500 }), idle,
 		}, 0},
 		{"but not without bound", []Candidate{
-			with(func(c *Candidate) { c.Uncached = 16; c.Queue = 3500 }), idle,
+			with(func(c *Candidate) { c.Uncached = 16; c.Queue = 10_000 }), idle,
 		}, 1},
 		{"requests in flight count", []Candidate{with(func(c *Candidate) { c.InFlight = 1; c.Rendezvous = 9 }), idle}, 1},
 		{"a full cache counts", []Candidate{with(func(c *Candidate) { c.Need, c.Free, c.Rendezvous = 1000, 100, 9 }), idle}, 1},
 		{"a faster one may have more queued", []Candidate{
-			with(func(c *Candidate) { c.Queue, c.Pace = 2000, 2 }), with(func(c *Candidate) { c.Rendezvous = 9 }),
+			with(func(c *Candidate) { c.Queue, c.Pace = c.Uncached/2, 2 }), with(func(c *Candidate) { c.Rendezvous = 9 }),
 		}, 0},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

@@ -41,9 +41,9 @@ type Terms struct {
 var DefaultTerms = Terms{
 	Room:    300 * time.Millisecond,
 	Age:     200,
-	Slip:    1.2,
+	Slip:    2,
 	Grace:   2 * time.Second,
-	Longest: 2 * time.Minute,
+	Longest: 200 * time.Second,
 	Waiting: 16384,
 }
 
