@@ -75,7 +75,7 @@ func startVLLM(t *testing.T) *vllmFleet {
 	}
 	fleet, err := vllm.Start(t.Context(), vllm.Options{
 		Replicas: 2, Model: "tiny", Blocks: poolBlocks, StartTimeout: 10 * time.Minute,
-		Extra: []string{"--max-num-queued-reqs=2"},
+		Extra: []string{"--max-num-queued-reqs=12"},
 	})
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)
@@ -644,7 +644,7 @@ func (e *vllmFleet) testQueueFull(t *testing.T) {
 		setBody(r, e.chat(tokens, message{"user", unique("outside", 200)}))
 		return exchange(p.client, r).status
 	}
-	for range 16 { // eight run, two wait, the others are refused
+	for range 32 { // eight run, twelve wait, the others are refused
 		outside.Go(func() { directly(ctx, 3500) })
 	}
 	await(t, "a full queue at "+e.addrs[0], func() bool {
