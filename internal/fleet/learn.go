@@ -59,14 +59,19 @@ const (
 	// Of a replica that confirms less than shrinkBelow of what is believed, the
 	// believed capacity shrinks, to the shrinkMost-th part at most: others use
 	// it too, or its engine evicts in another order. It grows back, by growStep
-	// each time, while it confirms more than growAbove.
-	shrinkBelow = 0.9
-	growAbove   = 0.97
-	growStep    = 0.02
-	shrinkMost  = 8
+	// each time, while it confirms more than growAbove. That is judged each time
+	// that hits worth shrinkWindow of the capacity were believed in: a few long
+	// prompts that missed are no reason to forget what is there.
+	shrinkBelow  = 0.5
+	growAbove    = 0.75
+	growStep     = 0.1
+	shrinkMost   = 8
+	shrinkWindow = 0.25
 )
 
-func (c *calibration) observe(believed, counted float64) {
+// observe books hits that were believed and counted, at a replica whose KV
+// cache has so many tokens.
+func (c *calibration) observe(believed, counted, capacity float64) {
 	if c.believed > calibrationMemory {
 		c.believed, c.counted = c.believed/2, c.counted/2
 	}
@@ -75,7 +80,7 @@ func (c *calibration) observe(believed, counted float64) {
 	c.counted = min(c.counted+counted, c.believed+calibrationFloor)
 	c.since.believed += believed
 	c.since.counted += counted
-	if c.since.believed >= calibrationFloor {
+	if c.since.believed >= max(calibrationFloor, shrinkWindow*capacity) {
 		c.adjust(c.since.counted / c.since.believed)
 		c.since.believed, c.since.counted = 0, 0
 	}

@@ -476,7 +476,7 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 		}
 		if !p.foreign.now(now) {
 			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))
-			p.calibrated.observe(p.passedHits, delta(prev.PrefixHits, next.PrefixHits))
+			p.calibrated.observe(p.passedHits, delta(prev.PrefixHits, next.PrefixHits), next.CapacityTokens.Or(p.assumed.capacity))
 		}
 	}
 	p.passedBytes, p.passedHits = 0, 0
