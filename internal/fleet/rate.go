@@ -15,13 +15,12 @@ const (
 	// stand on its own.
 	rateEnough = 10_000
 	// throughputWindow is the time over which throughput is measured, in
-	// seconds: long against the prompts that straddle its ends.
-	throughputWindow = 10
+	// seconds, and throughputRequests how many requests it takes: enough for
+	// the prompts that straddle its ends to weigh little.
+	throughputWindow   = 10
+	throughputRequests = 30
 	// throughputFades is what each window leaves of the best one before it.
 	throughputFades = 0.98
-	// shortPrompt is the mean of computed tokens below which requests share
-	// steps, in tokens: half of what vLLM computes in a step by default.
-	shortPrompt = 1024
 	// rateLean makes the estimate lean high. A queue believed to drain too
 	// fast costs little, because finished requests and first-token counters
 	// correct it; one believed to drain too slowly keeps work away.
@@ -31,10 +30,10 @@ const (
 // rate learns how many uncached prompt tokens a second a replica prefills
 // while it has something to prefill.
 //
-// The engine's own sum of prefill times tells it directly. Where many short
-// prompts share a step each one's time holds the others'; there the throughput
-// that was really reached is a better bound from below. (With long prompts it
-// is not: the engine counts each as a lump.)
+// The engine's own sum of prefill times tells it directly. Where many prompts
+// share steps each one's time holds the others'; there the throughput that was
+// really reached is a better bound from below. (With few and long prompts it is
+// not: the engine counts each as a lump.)
 type rate struct {
 	tokens, seconds float64 // computed, and the prefill time they took
 
@@ -104,7 +103,7 @@ func (r *rate) observe(w work) {
 		return
 	}
 	r.best *= throughputFades
-	if r.window < shortPrompt*r.requests {
+	if r.requests >= throughputRequests {
 		r.best = max(r.best, r.window/r.elapsed)
 	}
 	r.window, r.requests, r.elapsed = 0, 0, 0
