@@ -171,10 +171,15 @@ func (r *Reservation) release(how outcome, now time.Time) {
 }
 
 // Failed notes that an attempt at the replica failed before any answer. It is
-// avoided for a while, longer with each failure in a row.
+// avoided for a while, longer with each failure in a row. Those that come while
+// it is avoided are of the same event, such as a crash with requests in flight,
+// and count once.
 func (p *Replica) Failed(now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if now.Before(p.failing) {
+		return
+	}
 	p.failures++
 	p.failing = now.Add(min(failingFor<<min(p.failures-1, 10), failingMost))
 	p.warm.start(now)
@@ -446,6 +451,7 @@ func (p *Replica) restart(now time.Time) {
 	p.baseKnown = false
 	p.calibrated = calibration{}
 	p.hung = false
+	p.failures, p.failing = 0, time.Time{}
 	p.moved = now
 	p.warm.start(now)
 }

@@ -274,13 +274,33 @@ func TestFailuresAreAvoidedLonger(t *testing.T) {
 	}
 	for range 1000 { // no shift may overflow
 		b.replica.Failed(b.now)
+		b.pass(failingMost)
 	}
+	b.replica.Failed(b.now)
 	b.wantAvoid(Failing, "after many failures")
 	b.send(1, 1).Finish(b.now)
 	b.wantAvoid(Eligible, "after an answer")
 	b.replica.Failed(b.now)
 	b.pass(time.Second)
 	b.wantAvoid(Eligible, "the count began anew")
+}
+
+// A crash fails all requests in flight at once, which is one failure; and what comes back is another process.
+func TestFailuresOfOneEvent(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{StartTime: known(1000)})
+	for range 20 {
+		b.replica.Failed(b.now)
+	}
+	b.pass(failingFor - time.Millisecond)
+	b.wantAvoid(Failing, "just before a second has passed")
+	b.pass(time.Millisecond)
+	b.wantAvoid(Eligible, "after a second")
+
+	b.replica.Failed(b.now)
+	b.wantAvoid(Failing, "another failure")
+	b.scrape(metrics.Snapshot{StartTime: known(2000)})
+	b.wantAvoid(Eligible, "a restart")
 }
 
 func TestAvoid(t *testing.T) {
