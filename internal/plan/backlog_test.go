@@ -30,7 +30,7 @@ func benchmarkBacklog(b *testing.B, replicas, waiting int) {
 			Tokens: 1000 + float64(rng.IntN(30_000)), PerBlock: 64, Key: rng.Uint64(), Caller: c,
 		}
 		for i := range 100 {
-			c.Chain = append(c.Chain, uint64(rng.IntN(500))<<32|uint64(i+1))
+			c.Chain = append(c.Chain, Rendezvous(uint64(rng.IntN(500)), uint64(i+1)))
 		}
 		for _, e := range w.engines {
 			c.Replicas = append(c.Replicas, e.replica)

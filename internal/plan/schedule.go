@@ -144,16 +144,17 @@ type Scheduler struct {
 
 	held atomic.Int64 // how many wait; read without the lock
 
-	mu      sync.Mutex
-	waiting []*Request // by rank
-	queued  []*Request // the same by arrival, with some that were sent already
-	backlog float64    // what the waiting would compute at least, in tokens
-	lanes   []lane     // by slot
-	epoch   uint64
-	cands   []Candidate
-	choices []int
-	hits    []float64
-	order   []*Request
+	mu       sync.Mutex
+	waiting  []*Request // by rank
+	queued   []*Request // the same by arrival, with some that were sent already
+	backlog  float64    // what the waiting would compute at least, in tokens
+	lanes    []lane     // by slot
+	epoch    uint64
+	cands    []Candidate
+	choices  []int
+	hits     []float64
+	order    []*Request
+	sentKeys []uint64 // of those that this event has sent
 }
 
 // lane is what an event knows of one replica.
@@ -347,20 +348,21 @@ func (s *Scheduler) leastUncached(r *Request) float64 {
 // plan is the list schedule.
 func (s *Scheduler) plan(now time.Time) {
 	s.inOrder(now)
-	sent, full := false, false
+	s.sentKeys = s.sentKeys[:0]
+	full := len(s.order) > 0 && !s.anyRoom(s.order[0], now)
 	for _, w := range s.order {
 		late := now.Sub(w.arrived) >= s.Terms.Longest
 		if full && !late { // those come first
 			break
 		}
-		if sent || now.Sub(w.matched) > rematchAfter {
+		if now.Sub(w.matched) > rematchAfter || slices.Contains(s.sentKeys, w.Key) {
 			s.match(w, now)
 		}
 		c, fits := s.choose(w, now)
 		if c.Index < 0 || fits || late {
 			s.drop(w)
 			s.send(w, c, now)
-			sent = true
+			s.sentKeys = append(s.sentKeys, w.Key)
 		} else {
 			l := s.lane(w.Replicas[c.Index], now)
 			l.queue += c.Uncached
