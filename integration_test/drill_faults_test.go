@@ -1,0 +1,609 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"log"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/cespare/xxhash/v2"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+)
+
+// forever is more requests than a drill sends.
+const forever = 1 << 30
+
+// exampleOptions are those of Caddyfile.example.
+const exampleOptions = "lb_retries 2\nlb_try_interval 100ms\nfail_duration 10s\ntransport http {\nkeepalive 4s\n}"
+
+// retryStatus retries answers of an engine that can't, too.
+const retryStatus = "\nlb_retry_match {\nmethod POST\nexpression `{rp.status_code} in [429, 500, 503]`\n}"
+
+var drills = []drill{
+	{
+		number: "01", name: "killed with streams open", excused: []string{cut}, compare: true,
+		disturb: func(x *exercise) { x.busiest().Stop() },
+		mend:    func(x *exercise) { x.startAgain(x.victim); x.awaitUse(x.victim) },
+	},
+	{
+		number: "02", name: "refuses connections", compare: true, options: exampleOptions,
+		others: func(t *testing.T) []string { return []string{freeAddr(t)} },
+	},
+	{
+		number: "03", name: "accepts and never answers",
+		disturb: func(x *exercise) { x.busiest().Pause(); x.awaitAvoided(x.victim) },
+		mend:    func(x *exercise) { x.victim.Resume(); x.awaitUse(x.victim) },
+		check:   leftAlone,
+	},
+	{
+		number: "04a", name: "answers 500, 503, 429, no retries of answers", compare: true,
+		excused: []string{"status 429", "status 500", "status 503"},
+		disturb: failAll, mend: func(x *exercise) { x.victim.FailNext(0, 0) },
+	},
+	{
+		number: "04b", name: "answers 500, 503, 429, retries of answers", options: drillOptions + retryStatus,
+		disturb: failAll, mend: func(x *exercise) { x.victim.FailNext(0, 0) },
+	},
+	{
+		number: "05", name: "breaks off in the middle of answers", excused: []string{cut}, compare: true,
+		front: func(x *exercise, s *enginesim.Server) string {
+			first := s == x.fleet[0]
+			return x.frontOf(s, false, func(w http.ResponseWriter) http.ResponseWriter {
+				if first && x.faulty.Load() {
+					return &cutter{w, 100}
+				}
+				return w
+			})
+		},
+		disturb: func(x *exercise) { x.faulty.Store(true) },
+		mend:    func(x *exercise) { x.faulty.Store(false) },
+	},
+	{
+		number: "06", name: "stops in mid-stream behind a healthy front",
+		disturb: func(x *exercise) { x.busiest().Stall(); x.awaitAvoided(x.victim) },
+		mend:    func(x *exercise) { x.victim.StallEnd(); x.awaitUse(x.victim) },
+		check:   leftAlone,
+	},
+	{
+		number: "08", name: "restarted in place", excused: []string{cut},
+		disturb: func(x *exercise) {
+			x.startAgain(x.busiest())
+			x.proxy.awaitScrapes(x.victim.Addr())
+			x.began = time.Now()
+		},
+		check: func(x *exercise) {
+			matched, cached, prompt := 0, 0, 0
+			for _, r := range x.of(func(r record) bool { return r.began.After(x.began) && r.replica == x.victim.Addr() }) {
+				matched, cached, prompt = matched+r.matched, cached+r.cached, prompt+r.prompt
+			}
+			if matched-cached > prompt/5 {
+				x.Errorf("after the restart %d of %d tokens were believed to be cached, %d were", matched, prompt, cached)
+			}
+		},
+	},
+	{
+		number: "09", name: "ten times as slow", uneven: true,
+		disturb: func(x *exercise) { x.slowDown(x.busiest()) },
+		mend:    func(x *exercise) { x.faulty.Store(false) },
+		check: func(x *exercise) {
+			all := x.of(func(r record) bool { return r.phase == during && r.began.After(x.began) })
+			slow := x.of(func(r record) bool {
+				return r.phase == during && r.began.After(x.began) && r.replica == x.victim.Addr()
+			})
+			if x.Logf("the slow replica got %d of %d requests", len(slow), len(all)); len(slow) > len(all)/3 {
+				x.Errorf("the slow replica got %d of %d requests", len(slow), len(all))
+			}
+		},
+	},
+	{
+		number: "10", name: "half of the fleet gone, back later", replicas: 4, excused: []string{cut},
+		disturb: func(x *exercise) { x.fleet[0].Stop(); x.fleet[1].Stop() },
+		mend: func(x *exercise) {
+			x.startAgain(x.fleet[0])
+			x.startAgain(x.fleet[1])
+			x.awaitUse(x.fleet[0])
+			x.awaitUse(x.fleet[1])
+		},
+		check: func(x *exercise) {
+			all := x.of(func(r record) bool { return r.phase >= after })
+			back := x.of(func(r record) bool {
+				return r.phase >= after && (r.replica == x.addrs[0] || r.replica == x.addrs[1])
+			})
+			if len(back) > len(all)*4/5 {
+				x.Errorf("the two that came back got %d of %d requests", len(back), len(all))
+			}
+		},
+	},
+	metricsDrill("11", "metrics answer 404", enginesim.MetricsNotFound, true),
+	metricsDrill("12a", "metrics of one are all zero", enginesim.MetricsZero, false),
+	metricsDrill("12b", "metrics of one are frozen", enginesim.MetricsFrozen, false),
+	metricsDrill("12c", "metrics of one are ten times too high", enginesim.MetricsTenfold, false),
+	metricsDrill("13", "metrics drip", enginesim.MetricsDrip, true),
+	metricsDrill("14", "metrics never end", enginesim.MetricsEndless, true),
+	metricsDrill("15", "metrics are renamed", enginesim.MetricsRenamed, true),
+	{
+		number: "16", name: "prefix caching off on one", uneven: true,
+		engine: func(i int, c *enginesim.ServerConfig) { c.NoPrefixCaching = i == 0 },
+	},
+	{
+		number: "17", name: "KV pool ten times smaller on one", uneven: true,
+		engine: func(i int, c *enginesim.ServerConfig) {
+			if c.Blocks = 4000; i == 0 {
+				c.Blocks = 400
+			}
+		},
+	},
+	{
+		number: "19", name: "reload every 500 ms", resend: true,
+		disturb: func(x *exercise) {
+			for range 6 {
+				x.load(x.addrs)
+				time.Sleep(500 * time.Millisecond)
+			}
+		},
+	},
+	{
+		number: "20", name: "reloads that fail",
+		disturb: func(x *exercise) {
+			good := x.directives(x.addrs)
+			for _, config := range []string{
+				aware(x.addrs, "no_such_option", ""),
+				good + "reverse_proxy /x localhost:1 {\ntransport http {\ntls_trust_pool file /no/such/file\n}\n}\n",
+			} {
+				if status, answer := x.proxy.load(x.proxy.caddyfile(config)); status == http.StatusOK {
+					x.Errorf("the configuration was taken: %s", answer)
+				}
+				x.dwell()
+			}
+		},
+	},
+	{
+		number: "21", name: "upstream added, removed, added again", resend: true, replicas: 4,
+		disturb: func(x *exercise) {
+			for range 2 {
+				x.load(x.addrs[:3])
+				x.dwell()
+				x.load(x.addrs)
+				x.dwell()
+			}
+		},
+	},
+	{
+		number: "23", name: "clients abort 150 streams at once",
+		disturb: func(x *exercise) { x.openMany(150, true) },
+	},
+	{
+		number: "24", name: "40 clients that don't read",
+		disturb: func(x *exercise) { x.openMany(40, false) },
+	},
+	{
+		number: "25", name: "40 clients that send 1 kB/s",
+		disturb: func(x *exercise) { inParallel(40, 40, x.sendSlowly) },
+	},
+	{
+		number: "26", name: "four bodies of 256 MiB at once", policy: "max_body 4MiB",
+		engine: func(_ int, c *enginesim.ServerConfig) { c.KeepBody = 8 << 20 },
+		disturb: func(x *exercise) {
+			inParallel(4, 4, func(int) {
+				const size = 256 << 20
+				r := x.request("/v1/completions", io.NopCloser(&tape{left: size, digest: xxhash.New()}))
+				r.ContentLength = size
+				if a := exchange(x.proxy.client, r); a.err != nil || a.status != http.StatusBadRequest {
+					x.Errorf("a body too long for the engine: %d %v, want its 400", a.status, a.err)
+				}
+			})
+		},
+	},
+	{
+		number: "27", name: "5,000 distinct prompts",
+		disturb: func(x *exercise) {
+			inParallel(5000, 48, func(i int) { x.expect(ask(text(fmt.Sprint("prompt ", i), 300))) })
+		},
+	},
+	{
+		number: "28", name: "200 distinct prompts of 200 kB at once",
+		engine: func(_ int, c *enginesim.ServerConfig) { c.PrefillRate = 1e7 },
+		disturb: func(x *exercise) {
+			inParallel(200, 200, func(i int) { x.expect(ask(text(fmt.Sprint("flood ", i), 200_000))) })
+		},
+	},
+	{
+		number: "29", name: "one prompt is 95 % of the load",
+		disturb: func(x *exercise) { x.hot.Store(true); x.dwell() },
+		mend:    func(x *exercise) { x.hot.Store(false) },
+	},
+	{
+		number: "30", name: "500 identical new prompts at once",
+		disturb: func(x *exercise) {
+			prompt := ask(text("burst", 8000))
+			inParallel(500, 500, func(int) { x.expect(prompt) })
+		},
+		check: func(x *exercise) {
+			var computed, most int64
+			for _, s := range x.fleet {
+				st := s.Stats()
+				computed += st.PromptTokens - st.CachedTokens
+				most = max(most, st.Finished)
+			}
+			x.Logf("%d tokens were computed, the busiest replica finished %d requests", computed, most)
+			if computed > 500*2000/2 {
+				x.Errorf("%d tokens were computed for 500 times the same 2000", computed)
+			}
+		},
+	},
+	{
+		number: "31", name: "all saturated: wait, abort at once, recover",
+		engine:  func(_ int, c *enginesim.ServerConfig) { c.MaxSeqs = 8 },
+		disturb: saturate,
+	},
+	{
+		number: "32", name: "rolling update with drain",
+		disturb: func(x *exercise) {
+			for i, s := range x.fleet {
+				addr := x.addrs[i]
+				x.admin("/kv_cache/drain?replica=" + addr)
+				await(x, addr+" to be empty", func() bool {
+					st := s.Stats()
+					return st.Running+st.Waiting == 0 && x.proxy.metric("caddy_kv_cache_replica_in_flight_requests", "replica", addr) == 0
+				})
+				x.startAgain(s)
+				x.admin("/kv_cache/undrain?replica=" + addr)
+				x.awaitUse(s)
+			}
+		},
+	},
+	{
+		number: "36", name: "engines close idle connections after 1 s",
+		engine: func(_ int, c *enginesim.ServerConfig) { c.IdleTimeout = time.Second },
+		disturb: func(x *exercise) {
+			for range 4 {
+				inParallel(60, 60, func(i int) { x.expect(ask(text(fmt.Sprint("idle ", i), 300))) })
+				time.Sleep(time.Second - time.Duration(rand.IntN(20))*time.Millisecond)
+			}
+		},
+	},
+	{
+		number: "37", name: "upstreams speak HTTP/2 without TLS",
+		front:   func(x *exercise, s *enginesim.Server) string { return x.frontOf(s, true, nil) },
+		options: strings.Replace(drillOptions, "keepalive 4s", "keepalive 4s\nversions h2c 2", 1),
+	},
+	{
+		number: "38", name: "websocket beside the load",
+		site: func(x *exercise) string {
+			return "handle /ws {\nreverse_proxy " + echo(x.T) + " {\nlb_policy kv_cache_aware {\nname ws\nmetrics_off\n}\n}\n}\n"
+		},
+		disturb: talkByWebsocket,
+	},
+	{
+		number: "39", name: "two Caddys, one dies", resend: true, excused: []string{cut},
+		disturb: func(x *exercise) {
+			doomed := x.startSecond()
+			x.second.Store(doomed)
+			x.dwell()
+			_ = doomed.cmd.Process.Kill()
+			_ = doomed.cmd.Wait() // it was killed
+		},
+	},
+}
+
+// metricsDrill has the metrics pages of one or of all replicas go wrong for a while.
+func metricsDrill(number, name string, mode enginesim.MetricsMode, all bool) drill {
+	set := func(x *exercise, mode enginesim.MetricsMode) {
+		for i, s := range x.fleet {
+			if all || i == 0 {
+				s.SetMetrics(mode)
+			}
+		}
+	}
+	return drill{
+		number: number, name: name, policy: "metrics_timeout 500ms",
+		disturb: func(x *exercise) { set(x, mode); x.dwell() },
+		mend:    func(x *exercise) { set(x, enginesim.MetricsOK) },
+	}
+}
+
+// failAll has a replica refuse all its requests, in one way after the other.
+func failAll(x *exercise) {
+	for _, status := range []int{500, 503, 429} {
+		x.busiest().FailNext(status, forever)
+		x.dwell()
+		x.victim.FailNext(0, 0)
+	}
+	x.victim.FailNext(500, forever)
+}
+
+// saturate sends much more than the fleet can do, has all of it wait, and then all clients leave.
+func saturate(x *exercise) {
+	ctx, cancel := context.WithCancel(x.Context())
+	defer cancel()
+	var flood sync.WaitGroup
+	for i := range 300 {
+		flood.Go(func() {
+			r := x.request(chatPath, nil).WithContext(ctx)
+			setBody(r, streamed(text(fmt.Sprint("flood ", i), 20_000), 50))
+			exchange(x.proxy.client, r)
+		})
+	}
+	await(x, "requests to be held back", func() bool { return x.proxy.metric("caddy_kv_cache_waiting_requests") > 50 })
+	cancel()
+	flood.Wait()
+	await(x, "the waiting to be forgotten", func() bool {
+		return x.proxy.metric("caddy_kv_cache_waiting_requests") <= streamClients+shortClients
+	})
+}
+
+// leftAlone checks that a replica got nothing after it was known to hang.
+func leftAlone(x *exercise) {
+	if some := x.of(func(r record) bool {
+		return r.phase == during && r.began.After(x.began) && r.replica == x.victim.Addr()
+	}); len(some) > 0 {
+		x.Errorf("%d requests were sent to a replica that was known to hang", len(some))
+	}
+}
+
+// busiest makes the replica that runs most the victim.
+func (x *exercise) busiest() *enginesim.Server {
+	if x.victim != nil {
+		return x.victim
+	}
+	most := -1
+	for _, s := range x.fleet {
+		if n := s.Stats().Running; n > most {
+			most, x.victim = n, s
+		}
+	}
+	return x.victim
+}
+
+// startAgain starts an engine, which is stopped first if it runs.
+func (x *exercise) startAgain(s *enginesim.Server) {
+	x.Helper()
+	if err := s.Restart(); err != nil {
+		x.Fatal(err)
+	}
+}
+
+// awaitUse waits until a request that begins from now on is answered by an engine.
+func (x *exercise) awaitUse(s *enginesim.Server) {
+	x.Helper()
+	begin := time.Now()
+	await(x, s.Addr()+" to get requests again", func() bool {
+		return len(x.of(func(r record) bool { return r.began.After(begin) && r.replica == s.Addr() && r.kind == "" })) > 0
+	})
+}
+
+// awaitAvoided waits until it is known that an engine hangs.
+func (x *exercise) awaitAvoided(s *enginesim.Server) {
+	x.Helper()
+	x.proxy.awaitRefused(s.Addr())
+	x.began = time.Now()
+}
+
+// slowDown lets an engine run for a tenth of the time.
+func (x *exercise) slowDown(s *enginesim.Server) {
+	x.faulty.Store(true)
+	go func() {
+		defer s.StallEnd()
+		for x.faulty.Load() {
+			s.Stall()
+			time.Sleep(90 * time.Millisecond)
+			s.StallEnd()
+			time.Sleep(10 * time.Millisecond)
+		}
+	}()
+	x.dwell()
+	x.began = time.Now()
+}
+
+// load reloads the configuration with these upstreams.
+func (x *exercise) load(addrs []string) {
+	x.Helper()
+	if status, answer := x.proxy.load(x.proxy.caddyfile(x.directives(addrs))); status != http.StatusOK {
+		x.Fatalf("reload: %d %s", status, answer)
+	}
+}
+
+func (x *exercise) admin(path string) {
+	x.Helper()
+	if status, answer := x.proxy.ask(http.MethodPost, path, "", nil); status != http.StatusOK {
+		x.Fatalf("%s: %d %s", path, status, answer)
+	}
+}
+
+// request is a POST that any goroutine may make.
+func (x *exercise) request(path string, body io.Reader) *http.Request {
+	r, err := http.NewRequestWithContext(x.Context(), http.MethodPost, "http://"+x.proxy.addr+path, body)
+	if err != nil {
+		panic(err) // of a URL made here
+	}
+	return r
+}
+
+// expect chats and wants an answer.
+func (x *exercise) expect(body string) {
+	if err := x.proxy.post(chatPath, body).bad(); err != nil {
+		x.Error(err)
+	}
+}
+
+// openMany opens streams at once, reads a token of each or nothing, and leaves them.
+func (x *exercise) openMany(n int, read bool) {
+	all := make([]*stream, n)
+	inParallel(n, n, func(i int) {
+		s, err := x.proxy.tryOpen(text(fmt.Sprint("stream ", i), 1000), 1000)
+		if err != nil {
+			x.Error(err)
+			return
+		}
+		all[i] = s
+		if !read {
+			return
+		}
+		if more, err := s.next(); !more {
+			x.Errorf("stream %d ended at once: %v", i, err)
+		}
+	})
+	x.dwell()
+	for _, s := range all {
+		if s != nil {
+			s.abort()
+		}
+	}
+}
+
+// sendSlowly sends a request of 2 kB in two seconds.
+func (x *exercise) sendSlowly(i int) {
+	body := ask(text(fmt.Sprint("slow ", i), 2000))
+	reader, writer := io.Pipe()
+	go func() {
+		for rest := body; rest != ""; {
+			n := min(100, len(rest))
+			if _, err := io.WriteString(writer, rest[:n]); err != nil {
+				return
+			}
+			rest = rest[n:]
+			time.Sleep(100 * time.Millisecond)
+		}
+		_ = writer.Close()
+	}()
+	r := x.request(chatPath, reader)
+	r.ContentLength = int64(len(body))
+	r.Header.Set("Content-Type", "application/json")
+	if err := exchange(x.proxy.client, r).bad(); err != nil {
+		x.Error(err)
+	}
+	_ = reader.Close()
+}
+
+// frontOf stands before an engine, speaks HTTP/2 too if wanted, and may change how answers are written.
+func (x *exercise) frontOf(s *enginesim.Server, h2c bool, wrap func(http.ResponseWriter) http.ResponseWriter) string {
+	target, err := url.Parse(s.URL())
+	if err != nil {
+		x.Fatal(err)
+	}
+	inner := httputil.NewSingleHostReverseProxy(target)
+	transport := new(http.Transport)
+	inner.Transport, inner.FlushInterval = transport, -1
+	inner.ErrorLog = log.New(io.Discard, "", 0)
+	front := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if wrap != nil && r.Method == http.MethodPost {
+			w = wrap(w)
+		}
+		inner.ServeHTTP(w, r)
+	}))
+	front.Config.ErrorLog = inner.ErrorLog
+	if h2c {
+		front.Config.Protocols = new(http.Protocols)
+		front.Config.Protocols.SetHTTP1(true)
+		front.Config.Protocols.SetUnencryptedHTTP2(true)
+	}
+	front.Start()
+	x.Cleanup(func() {
+		front.CloseClientConnections()
+		front.Close()
+		transport.CloseIdleConnections()
+	})
+	return front.Listener.Addr().String()
+}
+
+// cutter ends the connection after so many bytes of an answer's body.
+type cutter struct {
+	http.ResponseWriter
+	left int
+}
+
+func (c *cutter) Write(p []byte) (int, error) {
+	if len(p) <= c.left {
+		c.left -= len(p)
+		return c.ResponseWriter.Write(p)
+	}
+	_, _ = c.ResponseWriter.Write(p[:c.left])
+	_ = http.NewResponseController(c.ResponseWriter).Flush()
+	panic(http.ErrAbortHandler)
+}
+
+func (c *cutter) Unwrap() http.ResponseWriter { return c.ResponseWriter }
+
+// echo starts a server that upgrades connections and sends back what it gets.
+func echo(t *testing.T) string {
+	var open sync.WaitGroup
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		conn, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			return
+		}
+		open.Add(1)
+		defer open.Done()
+		defer conn.Close()
+		_, _ = io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+		_, _ = io.Copy(conn, conn)
+	}))
+	t.Cleanup(func() { s.Close(); open.Wait() })
+	return s.Listener.Addr().String()
+}
+
+// talkByWebsocket sends lines and wants them back while the load goes on.
+func talkByWebsocket(x *exercise) {
+	conn, err := net.Dial("tcp", x.proxy.addr)
+	if err != nil {
+		x.Fatal(err)
+	}
+	defer conn.Close()
+	_ = conn.SetDeadline(time.Now().Add(patience))
+	_, _ = fmt.Fprintf(conn, "GET /ws HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n", x.proxy.addr)
+	lines := bufio.NewReader(conn)
+	resp, err := http.ReadResponse(lines, nil)
+	if err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
+		x.Fatalf("the upgrade: %v %v", resp, err)
+	}
+	var said atomic.Int64
+	for begin := time.Now(); time.Since(begin) < 2*time.Second; said.Add(1) {
+		want := fmt.Sprintf("line %d\n", said.Load())
+		if _, err := io.WriteString(conn, want); err != nil {
+			x.Fatal(err)
+		}
+		if got, err := lines.ReadString('\n'); got != want {
+			x.Fatalf("%q came back as %q: %v", want, got, err)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// startSecond starts another Caddy before the same fleet, which the drill ends.
+func (x *exercise) startSecond() *proxy {
+	p := newProxy(x.T)
+	p.level = "WARN"
+	file := filepath.Join(p.dir, "Caddyfile")
+	if err := os.WriteFile(file, []byte(p.caddyfile(x.directives(x.addrs))), 0o600); err != nil {
+		x.Fatal(err)
+	}
+	p.cmd = exec.Command(binary(x.T), "run", "--config", file, "--adapter", "caddyfile")
+	p.cmd.Env = environment(p.dir)
+	if err := p.cmd.Start(); err != nil {
+		x.Fatal(err)
+	}
+	x.Cleanup(func() { _ = p.cmd.Process.Kill() }) // where the drill was given up
+	await(x, "the second Caddy to serve", func() bool {
+		status, _ := p.ask(http.MethodGet, "/config/", "", nil)
+		return status == http.StatusOK
+	})
+	return p
+}

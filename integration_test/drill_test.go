@@ -1,0 +1,523 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"os"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+)
+
+// The steady load of a drill: chats that share a few system prompts, most answered at once, some streamed.
+const (
+	systemPrompts = 24
+	systemBytes   = 4000
+	questionBytes = 400
+	streamTokens  = 100
+	streamClients = 6
+	shortClients  = 6
+	thinking      = 20 * time.Millisecond // between two requests of a client
+)
+
+// Retries as in Caddyfile.example, and of POST too, so that what fails before its first byte is served by
+// another replica; a replica that failed is back in use sooner, so that a drill can see it.
+const drillOptions = `
+	lb_retries 2
+	lb_try_interval 50ms
+	lb_retry_match {
+		method POST
+	}
+	fail_duration 1s
+	transport http {
+		keepalive 4s
+	}`
+
+// drill is one fault that happens to a fleet under load, and what must hold nevertheless.
+type drill struct {
+	number, name string
+
+	replicas int                                       // default 3
+	engine   func(i int, c *enginesim.ServerConfig)    // changes the settings of a replica
+	front    func(*exercise, *enginesim.Server) string // stands before each replica
+	others   func(*testing.T) []string                 // upstreams that are no engines
+	policy   string                                    // options of kv_cache_aware
+	options  string                                    // of reverse_proxy, instead of drillOptions
+	resend   bool                                      // what Caddy closed the connection of, as clients do
+	site     func(*exercise) string                    // further directives
+	disturb  func(*exercise)                           // begins the fault
+	mend     func(*exercise)                           // ends it
+	check    func(*exercise)                           // what must hold besides what holds for all
+	excused  []string                                  // failures that no policy can help
+	compare  bool                                      // is played with least_conn as well
+	uneven   bool                                      // the replicas can't do equal work
+}
+
+// Kinds of failure beside a status that is not 200.
+const (
+	noAnswer = "no answer"
+	cut      = "cut after the first byte"
+)
+
+// phase is a part of a drill.
+type phase int
+
+const (
+	before phase = iota
+	during
+	after
+	mending // between the two, in no column of the table
+)
+
+// atOnce is how many drills are played at a time. They wait more than they compute.
+const atOnce = 4
+
+// exercise is a drill as it is played.
+type exercise struct {
+	*testing.T
+	drill
+	policy string // that chooses
+	proxy  *proxy
+	fleet  enginesim.Fleet
+	addrs  []string
+	faulty atomic.Bool       // for a drill's own use
+	began  time.Time         // likewise
+	victim *enginesim.Server // likewise
+
+	second atomic.Pointer[proxy] // that half of the clients use, if there is one
+	phase  atomic.Int32
+	hot    atomic.Bool // nearly all requests have one prompt
+	serial atomic.Int64
+	over   chan struct{}
+
+	mu       sync.Mutex
+	records  []record
+	visits   map[string][]string // replicas that a request was seen at
+	repeated int                 // visits to a replica that had seen the request
+}
+
+// record is what became of a request.
+type record struct {
+	phase                   phase // at its start
+	began                   time.Time
+	stream                  bool
+	kind                    string // of failure, "" if it was answered
+	replica                 string // by the engine's own account
+	prompt, cached, matched int    // tokens
+	resent                  int
+}
+
+// outcome is a line of the table.
+type outcome struct {
+	drill
+	sent, answered, resent int
+	failed, compared       map[string]int // by kind
+	hits                   [3]float64     // share of prompt tokens
+	share                  [3]float64     // of uncached tokens, the busiest replica's as a multiple of a fair one
+	memory                 int64
+	goroutines             [2]int
+	outcome                string
+}
+
+func TestDrills(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes minutes")
+	}
+	binary(t) // so that no drill waits for it
+	var mu sync.Mutex
+	var rows []outcome
+	inParallel(len(drills), atOnce, func(i int) {
+		d := drills[i]
+		t.Run(d.number+" "+d.name, func(t *testing.T) {
+			row := play(t, d, "kv_cache_aware")
+			if d.compare {
+				row.compared = play(t, d, "least_conn").failed
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			rows = append(rows, row)
+		})
+	})
+	report(t, rows)
+}
+
+// play runs a drill from the start of its processes to the idle fleet afterwards.
+func play(t *testing.T, d drill, policy string) outcome {
+	x := &exercise{T: t, drill: d, policy: policy, over: make(chan struct{}), visits: make(map[string][]string)}
+	x.startFleet()
+	x.proxy = newProxy(t)
+	x.proxy.level = "WARN"
+	x.proxy.run(x.proxy.caddyfile(x.directives(x.addrs)))
+	if x.aware() && !strings.Contains(d.policy, "metrics_off") {
+		x.proxy.awaitScrapes(x.fleetAddrs()...)
+	}
+	var clients sync.WaitGroup
+	for i := range streamClients + shortClients {
+		clients.Go(func() { x.client(i) })
+	}
+	ended := false
+	end := func() {
+		if !ended {
+			ended = true
+			close(x.over)
+			clients.Wait()
+		}
+	}
+	defer end() // also where a check gives up
+	x.dwell()
+	row := outcome{drill: d}
+	row.goroutines[0] = x.proxy.goroutines()
+	x.phase.Store(int32(during))
+	if d.disturb != nil {
+		d.disturb(x)
+	}
+	x.dwell()
+	if x.phase.Store(int32(mending)); d.mend != nil {
+		d.mend(x)
+	}
+	x.phase.Store(int32(after))
+	x.dwell()
+	end()
+	if x.aware() {
+		x.proxy.awaitIdle()
+	}
+	x.proxy.client.CloseIdleConnections()
+	row.goroutines[1] = x.proxy.goroutines()
+	row.memory, _ = x.proxy.memory()
+	x.sumUp(&row)
+	if x.aware() {
+		x.judge(&row)
+		if d.check != nil {
+			d.check(x)
+		}
+	}
+	row.outcome = "holds"
+	if t.Failed() {
+		row.outcome = "FAILS"
+	}
+	return row
+}
+
+func (x *exercise) aware() bool { return x.policy != "least_conn" }
+
+// steady is an engine that takes a moment to compute a system prompt, and far less to find it in its cache.
+var steady = enginesim.ServerConfig{Speed: 2}
+
+func (x *exercise) startFleet() {
+	n := x.replicas
+	if n == 0 {
+		n = 3
+	}
+	for i := range n {
+		config := steady
+		config.OnRequest = x.visited
+		if x.engine != nil {
+			x.engine(i, &config)
+		}
+		engine := engines(x.T, 1, config)[0]
+		x.fleet = append(x.fleet, engine)
+		if x.front == nil {
+			x.addrs = append(x.addrs, engine.Addr())
+		} else {
+			x.addrs = append(x.addrs, x.front(x, engine))
+		}
+	}
+	if x.others != nil {
+		x.addrs = append(x.addrs, x.others(x.T)...)
+	}
+}
+
+// fleetAddrs are the upstreams that are engines.
+func (x *exercise) fleetAddrs() []string { return x.addrs[:len(x.fleet)] }
+
+// directives are the site's, with the given upstreams.
+func (x *exercise) directives(addrs []string) string {
+	options := x.drill.options
+	if options == "" {
+		options = drillOptions
+	}
+	site := ""
+	if x.site != nil {
+		site = x.site(x)
+	}
+	if x.aware() {
+		return site + aware(addrs, x.drill.policy, options)
+	}
+	return site + reverseProxy(addrs, x.policy, options)
+}
+
+// visited is told by each engine of each request that reached it.
+func (x *exercise) visited(r *http.Request, _ []byte) {
+	id := r.Header.Get("X-Drill-Request")
+	local, _ := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
+	if id == "" || local == nil {
+		return
+	}
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if slices.Contains(x.visits[id], local.String()) {
+		x.repeated++
+	}
+	x.visits[id] = append(x.visits[id], local.String())
+}
+
+// client sends one request after the other until the drill is over.
+func (x *exercise) client(i int) {
+	random := rand.New(rand.NewPCG(1, uint64(i)))
+	for {
+		select {
+		case <-x.over:
+			return
+		case <-time.After(thinking):
+		}
+		system := random.IntN(systemPrompts)
+		if x.hot.Load() && random.IntN(20) > 0 {
+			system = 0
+		}
+		x.send(i, system, i < streamClients)
+	}
+}
+
+// send asks a question and keeps what became of it.
+func (x *exercise) send(client, system int, stream bool) {
+	n := x.serial.Add(1)
+	tokens := 4
+	if stream {
+		tokens = streamTokens
+	}
+	body := asJSON(map[string]any{
+		"model": "sim", "max_tokens": tokens, "stream": stream,
+		"messages": []message{
+			{"system", text(fmt.Sprint("system ", system), systemBytes)},
+			{"user", text(fmt.Sprint("question ", n), questionBytes)},
+		},
+		"stream_options": map[string]bool{"include_usage": stream},
+	})
+	if !stream {
+		body = strings.Replace(body, `"stream_options":{"include_usage":false},`, "", 1)
+	}
+	rec := record{phase: phase(x.phase.Load()), began: time.Now(), stream: stream}
+	p := x.proxy
+	if second := x.second.Load(); second != nil && client%2 == 1 {
+		p = second
+	}
+	a := x.try(p, body, fmt.Sprint(n))
+	for a.status == 0 && x.resend && rec.resent < 100 {
+		rec.resent++
+		p = x.proxy
+		a = x.try(p, body, fmt.Sprint(n, " again ", rec.resent))
+	}
+	rec.take(a)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.records = append(x.records, rec)
+}
+
+func (x *exercise) try(p *proxy, body, id string) answer {
+	r, err := http.NewRequestWithContext(x.Context(), http.MethodPost, "http://"+p.addr+chatPath, nil)
+	if err != nil {
+		return answer{err: err}
+	}
+	setBody(r, body)
+	r.Header.Set("X-Drill-Request", id)
+	return exchange(p.client, r)
+}
+
+var (
+	promptTokens = regexp.MustCompile(`"prompt_tokens":\s*(\d+)`)
+	cachedTokens = regexp.MustCompile(`"cached_tokens":\s*(\d+)`)
+)
+
+// take reads an answer.
+func (r *record) take(a answer) {
+	switch {
+	case a.status == 0:
+		r.kind = noAnswer
+	case a.err != nil || a.status == http.StatusOK && r.stream && !strings.Contains(string(a.body), "[DONE]"):
+		r.kind = cut
+	case a.status != http.StatusOK:
+		r.kind = fmt.Sprint("status ", a.status)
+	}
+	r.replica = a.header.Get(enginesim.HeaderAddr)
+	r.matched, _ = strconv.Atoi(a.header.Get(matchedField)) // 0 without the policy
+	r.prompt, r.cached = lastNumber(promptTokens, a.body), lastNumber(cachedTokens, a.body)
+}
+
+func lastNumber(pattern *regexp.Regexp, text []byte) int {
+	all := pattern.FindAllSubmatch(text, -1)
+	if len(all) == 0 {
+		return 0
+	}
+	n, _ := strconv.Atoi(string(all[len(all)-1][1])) // of digits
+	return n
+}
+
+// dwell lets the load go on for a while: in time, and in requests where the machine is slow.
+func (x *exercise) dwell() {
+	x.Helper()
+	enough, begin := x.ended()+60, time.Now()
+	await(x, "requests to end", func() bool {
+		return x.ended() >= enough && time.Since(begin) > 1200*time.Millisecond
+	})
+}
+
+func (x *exercise) ended() int {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return len(x.records)
+}
+
+// of lists the records that a condition holds for.
+func (x *exercise) of(is func(record) bool) []record {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	var some []record
+	for _, r := range x.records {
+		if is(r) {
+			some = append(some, r)
+		}
+	}
+	return some
+}
+
+// sumUp fills in a line of the table.
+func (x *exercise) sumUp(row *outcome) {
+	row.failed = make(map[string]int)
+	for ph := before; ph <= mending; ph++ {
+		prompt, cached := 0, 0
+		computed := make(map[string]int)
+		for _, r := range x.of(func(r record) bool { return r.phase == ph }) {
+			row.sent++
+			row.resent += r.resent
+			if r.kind != "" {
+				row.failed[r.kind]++
+				continue
+			}
+			row.answered++
+			prompt += r.prompt
+			cached += r.cached
+			computed[r.replica] += r.prompt - r.cached
+		}
+		if ph == mending {
+			continue
+		}
+		row.hits[ph] = float64(cached) / float64(max(prompt, 1))
+		row.share[ph] = float64(largest(computed)*len(computed)) / float64(max(prompt-cached, 1))
+	}
+}
+
+func largest(of map[string]int) int {
+	most := 0
+	for _, n := range of {
+		most = max(most, n)
+	}
+	return most
+}
+
+// judge checks what must hold in every drill.
+func (x *exercise) judge(row *outcome) {
+	for kind, n := range row.failed {
+		if !slices.Contains(x.excused, kind) {
+			x.Errorf("%d requests failed: %s", n, kind)
+		}
+	}
+	x.mu.Lock()
+	repeated := x.repeated
+	x.mu.Unlock()
+	if repeated > 0 {
+		x.Errorf("%d times a request was sent to a replica that had seen it", repeated)
+	}
+	if row.share[after] > 2 && !x.uneven { // 1.5 where there are more requests than a short drill has
+		x.Errorf("in the end one replica computed %.2f times its fair share of tokens", row.share[after])
+	}
+	if row.memory > 400<<20 {
+		x.Errorf("Caddy took %d MiB of memory", row.memory>>20)
+	}
+	if grown := row.goroutines[1] - row.goroutines[0]; grown > 200 {
+		x.Errorf("%d goroutines are left over", grown)
+	}
+}
+
+// goroutines counts those of the process.
+func (p *proxy) goroutines() int {
+	p.tb.Helper()
+	_, profile := p.ask(http.MethodGet, "/debug/pprof/goroutine?debug=1", "", nil)
+	var n int
+	if _, err := fmt.Sscanf(profile, "goroutine profile: total %d", &n); err != nil {
+		p.tb.Errorf("the profile of goroutines begins %.60q", profile)
+	}
+	return n
+}
+
+// Marks around the table in the documentation.
+const (
+	reliabilityPage = "../docs/reliability.md"
+	tableBegin      = "<!-- table of TestDrills -->\n"
+	tableEnd        = "<!-- end of table -->\n"
+)
+
+// report prints the table, and keeps it in the documentation where $UPDATE_RELIABILITY is set.
+func report(t *testing.T, rows []outcome) {
+	if len(rows) == 0 {
+		return
+	}
+	slices.SortFunc(rows, func(a, b outcome) int { return strings.Compare(a.number, b.number) })
+	var table strings.Builder
+	table.WriteString("| drill | sent | answered | failed, why | with least_conn | hit rate before, during, after | busiest replica, × fair | memory, MiB | goroutines | |\n")
+	table.WriteString("|---|---|---|---|---|---|---|---|---|---|\n")
+	for _, r := range rows {
+		compared := ""
+		if r.drill.compare {
+			compared = reasons(r.compared)
+		}
+		failed := reasons(r.failed)
+		if r.resent > 0 {
+			failed += fmt.Sprintf("; %d resent", r.resent)
+		}
+		fmt.Fprintf(&table, "| %s %s | %d | %d | %s | %s | %.0f, %.0f, %.0f %% | %.2f, %.2f, %.2f | %d | %d → %d | %s |\n",
+			r.number, r.name, r.sent, r.answered, failed, compared,
+			100*r.hits[before], 100*r.hits[during], 100*r.hits[after],
+			r.share[before], r.share[during], r.share[after],
+			r.memory>>20, r.goroutines[0], r.goroutines[1], r.outcome)
+	}
+	t.Logf("outcomes:\n%s", table.String())
+	if os.Getenv("UPDATE_RELIABILITY") == "" {
+		return
+	}
+	page, err := os.ReadFile(reliabilityPage)
+	if err != nil {
+		t.Fatal(err)
+	}
+	head, rest, begins := strings.Cut(string(page), tableBegin)
+	_, tail, ends := strings.Cut(rest, tableEnd)
+	if !begins || !ends {
+		t.Fatalf("%s lacks the marks of the table", reliabilityPage)
+	}
+	if err := os.WriteFile(reliabilityPage, []byte(head+tableBegin+table.String()+tableEnd+tail), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// reasons lists failures by kind.
+func reasons(failed map[string]int) string {
+	if len(failed) == 0 {
+		return "0"
+	}
+	var all []string
+	for _, kind := range slices.Sorted(maps.Keys(failed)) {
+		all = append(all, fmt.Sprintf("%d %s", failed[kind], kind))
+	}
+	return strings.Join(all, ", ")
+}
