@@ -39,7 +39,7 @@ const retryStatus = "\nlb_retry_match {\nmethod POST\nexpression `{rp.status_cod
 
 var drills = []drill{
 	{
-		number: "01", name: "killed with streams open", excused: []string{cut}, compare: true,
+		number: "01", name: "killed with streams open", spread: true, excused: []string{cut}, compare: true,
 		disturb: func(x *exercise) { x.busiest().Stop() },
 		mend:    func(x *exercise) { x.startAgain(x.victim); x.awaitUse(x.victim) },
 	},
@@ -48,7 +48,7 @@ var drills = []drill{
 		others: func(t *testing.T) []string { return []string{freeAddr(t)} },
 	},
 	{
-		number: "03", name: "accepts and never answers",
+		number: "03", name: "accepts and never answers", spread: true,
 		disturb: func(x *exercise) { x.busiest().Pause(); x.awaitAvoided(x.victim) },
 		mend:    func(x *exercise) { x.victim.Resume(); x.awaitUse(x.victim) },
 		check:   leftAlone,
@@ -77,7 +77,7 @@ var drills = []drill{
 		mend:    func(x *exercise) { x.faulty.Store(false) },
 	},
 	{
-		number: "06", name: "stops in mid-stream behind a healthy front",
+		number: "06", name: "stops in mid-stream behind a healthy front", spread: true,
 		disturb: func(x *exercise) { x.busiest().Stall(); x.awaitAvoided(x.victim) },
 		mend:    func(x *exercise) { x.victim.StallEnd(); x.awaitUse(x.victim) },
 		check:   leftAlone,
@@ -100,7 +100,7 @@ var drills = []drill{
 		},
 	},
 	{
-		number: "09", name: "ten times as slow", uneven: true,
+		number: "09", name: "ten times as slow",
 		disturb: func(x *exercise) { x.slowDown(x.busiest()) },
 		mend:    func(x *exercise) { x.faulty.Store(false) },
 		check: func(x *exercise) {
@@ -114,7 +114,7 @@ var drills = []drill{
 		},
 	},
 	{
-		number: "10", name: "half of the fleet gone, back later", replicas: 4, excused: []string{cut},
+		number: "10", name: "half of the fleet gone, back later", spread: true, replicas: 4, excused: []string{cut},
 		disturb: func(x *exercise) { x.fleet[0].Stop(); x.fleet[1].Stop() },
 		mend: func(x *exercise) {
 			x.startAgain(x.fleet[0])
@@ -140,11 +140,11 @@ var drills = []drill{
 	metricsDrill("14", "metrics never end", enginesim.MetricsEndless, true),
 	metricsDrill("15", "metrics are renamed", enginesim.MetricsRenamed, true),
 	{
-		number: "16", name: "prefix caching off on one", uneven: true,
+		number: "16", name: "prefix caching off on one",
 		engine: func(i int, c *enginesim.ServerConfig) { c.NoPrefixCaching = i == 0 },
 	},
 	{
-		number: "17", name: "KV pool ten times smaller on one", uneven: true,
+		number: "17", name: "KV pool ten times smaller on one",
 		engine: func(i int, c *enginesim.ServerConfig) {
 			if c.Blocks = 4000; i == 0 {
 				c.Blocks = 400
@@ -176,7 +176,7 @@ var drills = []drill{
 		},
 	},
 	{
-		number: "21", name: "upstream added, removed, added again", resend: true, replicas: 4,
+		number: "21", name: "upstream added, removed, added again", spread: true, resend: true, replicas: 4,
 		disturb: func(x *exercise) {
 			for range 2 {
 				x.load(x.addrs[:3])
@@ -255,7 +255,7 @@ var drills = []drill{
 		disturb: saturate,
 	},
 	{
-		number: "32", name: "rolling update with drain",
+		number: "32", name: "rolling update with drain", spread: true,
 		disturb: func(x *exercise) {
 			for i, s := range x.fleet {
 				addr := x.addrs[i]
