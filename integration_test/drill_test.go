@@ -92,9 +92,11 @@ type exercise struct {
 	proxy  *proxy
 	fleet  enginesim.Fleet
 	addrs  []string
-	faulty atomic.Bool       // for a drill's own use
-	began  time.Time         // likewise
-	victim *enginesim.Server // likewise
+
+	// of the drill at hand
+	victim *enginesim.Server
+	faulty atomic.Bool // the fault is on
+	known  time.Time   // since when it is known, or has been on for a while
 
 	second atomic.Pointer[proxy] // that half of the clients use, if there is one
 	phase  atomic.Int32
@@ -129,7 +131,7 @@ type outcome struct {
 	share                  [3]float64     // of uncached tokens, the busiest replica's as a multiple of a fair one
 	memory                 int64
 	goroutines             [2]int
-	outcome                string
+	verdict                string
 }
 
 func TestDrills(t *testing.T) {
@@ -206,9 +208,9 @@ func play(t *testing.T, d drill, policy string) outcome {
 			d.check(x)
 		}
 	}
-	row.outcome = "holds"
+	row.verdict = "holds"
 	if t.Failed() {
-		row.outcome = "FAILS"
+		row.verdict = "FAILS"
 	}
 	return row
 }
@@ -299,21 +301,18 @@ func (x *exercise) client(i int) {
 // send asks a question and keeps what became of it.
 func (x *exercise) send(client, system int, stream bool) {
 	n := x.serial.Add(1)
-	tokens := 4
-	if stream {
-		tokens = streamTokens
-	}
-	body := asJSON(map[string]any{
-		"model": "sim", "max_tokens": tokens, "stream": stream,
+	request := map[string]any{
+		"model": "sim", "max_tokens": 4,
 		"messages": []message{
 			{"system", text(fmt.Sprint("system ", system), systemBytes)},
 			{"user", text(fmt.Sprint("question ", n), questionBytes)},
 		},
-		"stream_options": map[string]bool{"include_usage": stream},
-	})
-	if !stream {
-		body = strings.Replace(body, `"stream_options":{"include_usage":false},`, "", 1)
 	}
+	if stream {
+		request["max_tokens"], request["stream"] = streamTokens, true
+		request["stream_options"] = map[string]bool{"include_usage": true}
+	}
+	body := asJSON(request)
 	rec := record{phase: phase(x.phase.Load()), began: time.Now(), stream: stream}
 	p := x.proxy
 	if second := x.second.Load(); second != nil && client%2 == 1 {
@@ -496,7 +495,7 @@ func report(t *testing.T, rows []outcome) {
 			r.number, r.name, r.sent, r.answered, failed, compared,
 			100*r.hits[before], 100*r.hits[during], 100*r.hits[after],
 			r.share[before], r.share[during], r.share[after],
-			r.memory>>20, r.goroutines[0], r.goroutines[1], r.outcome)
+			r.memory>>20, r.goroutines[0], r.goroutines[1], r.verdict)
 	}
 	t.Logf("outcomes:\n%s", table.String())
 	if os.Getenv("UPDATE_RELIABILITY") == "" {
