@@ -177,6 +177,7 @@ func (p *instance) prepare(raw []byte, e endpoint) (*answer, int, error) {
 	}
 	adapter, ok := p.adapterOf(a.body.Model)
 	if !ok { // with vLLM's text
+		//lint:ignore ST1005 vLLM's text, which clients see
 		return nil, http.StatusNotFound, fmt.Errorf("The model `%s` does not exist.", a.body.Model)
 	}
 	a.model = a.body.Model
@@ -279,6 +280,7 @@ func (p *instance) stream(w http.ResponseWriter, r *http.Request, a *answer) {
 // render serves the endpoints that show a prompt's tokens instead of running it.
 func (p *instance) render(w http.ResponseWriter, r *http.Request, e renderEndpoint) {
 	if e.scaleOut && !p.config.ScaleOut { // with vLLM's text
+		//lint:ignore ST1005 vLLM's text, which clients see
 		writeError(w, http.StatusForbidden, errors.New("Scale-out endpoints are disabled"))
 		return
 	}

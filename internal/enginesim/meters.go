@@ -50,14 +50,6 @@ func (h *histogram) observeN(v float64, n int) {
 	h.sum += v * float64(n)
 }
 
-func (h *histogram) count() int64 {
-	var n int64
-	for _, c := range h.counts {
-		n += c
-	}
-	return n
-}
-
 // meters holds the histograms of a server's page. It is guarded by the driver's mutex.
 type meters struct {
 	iterationTokens, interToken, firstToken              *histogram

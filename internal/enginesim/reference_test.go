@@ -20,7 +20,6 @@ type reference struct {
 	running []*refSeq
 	busy    bool
 	end     time.Duration
-	serial  uint64
 	stats   Stats
 	now     Counters
 }

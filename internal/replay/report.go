@@ -27,7 +27,7 @@ var reportPage string
 
 var reportTemplate = template.Must(template.New("report").Parse(reportPage))
 
-// WriteTo writes the report as one page of HTML that loads nothing.
+// Write writes the report as one page of HTML that loads nothing.
 func (r *Report) Write(w io.Writer) error {
 	if len(r.Results) == 0 {
 		return fmt.Errorf("no result to report")

@@ -101,7 +101,7 @@ func TestWorkloadIsSeeded(t *testing.T) {
 	}
 	other := smallWorkload
 	other.Seed++
-	if body(smallWorkload) != body(smallWorkload) {
+	if first, second := body(smallWorkload), body(smallWorkload); first != second {
 		t.Error("equal seeds make different traffic")
 	}
 	if body(smallWorkload) == body(other) {
