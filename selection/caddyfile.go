@@ -41,55 +41,42 @@ import (
 //		}
 //	}
 func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
-	d.Next() // consume policy name
-	if d.NextArg() {
-		return d.ArgErr()
-	}
-	seen := make(options)
-	for d.NextBlock(0) {
-		if err := seen.add(d); err != nil {
-			return err
-		}
-		var err error
+	return eachOption(d, func() error {
 		switch d.Val() {
 		case "name":
-			err = parse(d, &p.Name, text)
+			return parse(d, &p.Name, text)
 		case "match_weight":
-			err = parse(d, &p.MatchWeight, positiveFloat)
+			return parse(d, &p.MatchWeight, positiveFloat)
 		case "request_cost":
-			err = parse(d, &p.RequestCost, positiveFloat)
+			return parse(d, &p.RequestCost, positiveFloat)
 		case "kv_capacity":
-			err = parse(d, &p.KVCapacity, positiveInt)
+			return parse(d, &p.KVCapacity, positiveInt)
 		case "max_body":
-			err = parse(d, &p.MaxBody, size)
+			return parse(d, &p.MaxBody, size)
 		case "kv_events":
-			err = p.events().unmarshal(d, &p.KVEvents.Endpoint)
+			return p.events().unmarshal(d, &p.KVEvents.Endpoint)
 		case "kv_events_replay":
-			err = p.events().unmarshal(d, &p.KVEvents.Replay)
+			return p.events().unmarshal(d, &p.KVEvents.Replay)
 		case "api_key":
-			err = parse(d, &p.APIKey, text)
+			return parse(d, &p.APIKey, text)
 		case "pin_header":
-			err = parse(d, &p.PinHeader, text)
+			return parse(d, &p.PinHeader, text)
 		case "fallback":
-			err = unmarshalFallback(d, &p.FallbackRaw)
+			return unmarshalFallback(d, &p.FallbackRaw)
 		case "shadow":
-			err = p.unmarshalShadow(d)
+			return p.unmarshalShadow(d)
 		case "share":
-			err = p.unmarshalShare(d)
+			return p.unmarshalShare(d)
 		case "capture":
 			p.Capture = new(Capture)
-			err = p.Capture.unmarshal(d)
+			return p.Capture.unmarshal(d)
 		default:
 			if p.Metrics == nil {
 				p.Metrics = new(Polling)
 			}
-			err = p.Metrics.unmarshalOption(d)
+			return p.Metrics.unmarshalOption(d)
 		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	})
 }
 
 // UnmarshalCaddyfile sets up the policy from Caddyfile tokens. Syntax:
@@ -109,44 +96,31 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 //		}
 //	}
 func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
-	d.Next() // consume policy name
-	if d.NextArg() {
-		return d.ArgErr()
-	}
-	seen := make(options)
-	for d.NextBlock(0) {
-		if err := seen.add(d); err != nil {
-			return err
-		}
-		var err error
+	return eachOption(d, func() error {
 		switch d.Val() {
 		case "name":
-			err = parse(d, &p.Name, text)
+			return parse(d, &p.Name, text)
 		case "prefix":
-			err = parse(d, &p.Prefix, size)
+			return parse(d, &p.Prefix, size)
 		case "header":
-			err = parse(d, &p.Header, text)
+			return parse(d, &p.Header, text)
 		case "load_factor":
-			err = parse(d, &p.LoadFactor, positiveFloat)
+			return parse(d, &p.LoadFactor, positiveFloat)
 		case "slack":
-			err = parse(d, &p.Slack, positiveInt)
+			return parse(d, &p.Slack, positiveInt)
 		case "seed":
-			err = parse(d, &p.Seed, text)
+			return parse(d, &p.Seed, text)
 		case "max_body":
-			err = parse(d, &p.MaxBody, size)
+			return parse(d, &p.MaxBody, size)
 		case "fallback":
-			err = unmarshalFallback(d, &p.FallbackRaw)
+			return unmarshalFallback(d, &p.FallbackRaw)
 		case "capture":
 			p.Capture = new(Capture)
-			err = p.Capture.unmarshal(d)
+			return p.Capture.unmarshal(d)
 		default:
-			err = d.Errf("unrecognized option '%s'", d.Val())
+			return d.Errf("unrecognized option '%s'", d.Val())
 		}
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	})
 }
 
 func (p *KVCacheAware) events() *Events {
@@ -195,6 +169,25 @@ func (p *Polling) unmarshalOption(d *caddyfile.Dispenser) error {
 		return nil
 	}
 	return d.Errf("unrecognized option '%s'", d.Val())
+}
+
+// eachOption calls read for each option of a policy's block, with the
+// dispenser at its name.
+func eachOption(d *caddyfile.Dispenser, read func() error) error {
+	d.Next() // consume policy name
+	if d.NextArg() {
+		return d.ArgErr()
+	}
+	seen := make(options)
+	for d.NextBlock(0) {
+		if err := seen.add(d); err != nil {
+			return err
+		}
+		if err := read(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // options notes which options a block has, so that none is given twice.
