@@ -266,7 +266,7 @@ func TestSettings(t *testing.T) {
 		`{"max_tokens":"7"}`:                              0,
 		`{"max_tokens":7.5}`:                              0,
 		`{"max_tokens":9,"temperature":`:                  9,
-		`{"max_tokens":99999999999999999999999999999999}`: 1 << 31,
+		`{"max_tokens":99999999999999999999999999999999}`: 1<<31 - 1,
 	} {
 		p.Read(Chat, []byte(body), true, 1)
 		if p.MaxTokens != want {

@@ -322,9 +322,10 @@ func first(v []byte) []byte {
 	return v[i:]
 }
 
-// integer reads a plain integer, up to 2³¹ of either sign; anything else is 0.
+// integer reads a plain integer, up to 2³¹-1 of either sign, which an int holds
+// everywhere; anything else is 0.
 func integer(v []byte) int {
-	const limit = 1 << 31
+	const limit = 1<<31 - 1
 	if cut(v) {
 		return 0
 	}
@@ -332,15 +333,15 @@ func integer(v []byte) int {
 	if negative {
 		v = v[1:]
 	}
-	n := 0
+	n := int64(0)
 	for _, c := range v {
 		if c < '0' || c > '9' {
 			return 0
 		}
-		n = min(n*10+int(c-'0'), limit)
+		n = min(n*10+int64(c-'0'), limit)
 	}
 	if negative {
-		return -n
+		return int(-n)
 	}
-	return n
+	return int(n)
 }
