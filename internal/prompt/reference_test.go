@@ -176,7 +176,7 @@ func referenceRead(api API, body []byte, seed uint64) (Prompt, Fault, error) {
 	}
 	referenceInt := func(n node) int {
 		if v, ok := new(big.Int).SetString(n.str, 10); ok && n.kind == 'n' {
-			limit := big.NewInt(1 << 31)
+			limit := big.NewInt(1<<31 - 1)
 			if v.CmpAbs(limit) > 0 {
 				return int(limit.Int64()) * v.Sign()
 			}
