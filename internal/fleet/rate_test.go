@@ -2,7 +2,11 @@
 
 package fleet
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
 
 // Machines of one kind are not told apart by how busy they are; those of two
 // kinds are.
@@ -43,6 +47,28 @@ func TestPace(t *testing.T) {
 			learn(p, idle)
 			if r := p.perSecond(); r > 0.8*idle {
 				t.Errorf("rate %v of a machine that is nearly always busy", r)
+			}
+		})
+	}
+}
+
+// The time in prefill is read from the engine, or worked out from what it says
+// of queue and first token.
+func TestPrefillBetween(t *testing.T) {
+	fact := func(v float64) metrics.Fact { return metrics.Fact{Value: v, Known: true} }
+	for _, c := range []struct {
+		name       string
+		prev, next metrics.Snapshot
+		want       float64
+	}{
+		{"told", metrics.Snapshot{PrefillSeconds: fact(1)}, metrics.Snapshot{PrefillSeconds: fact(4), FirstTokenSeconds: fact(9), QueueSeconds: fact(0)}, 3},
+		{"worked out", metrics.Snapshot{FirstTokenSeconds: fact(10), QueueSeconds: fact(4)}, metrics.Snapshot{FirstTokenSeconds: fact(18), QueueSeconds: fact(7)}, 5},
+		{"queue told earlier", metrics.Snapshot{FirstTokenSeconds: fact(10), QueueSeconds: fact(4)}, metrics.Snapshot{FirstTokenSeconds: fact(11), QueueSeconds: fact(9)}, 0},
+		{"unknown", metrics.Snapshot{FirstTokenSeconds: fact(10)}, metrics.Snapshot{FirstTokenSeconds: fact(18)}, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := prefillBetween(&c.prev, &c.next); got != c.want {
+				t.Errorf("%v seconds, want %v", got, c.want)
 			}
 		})
 	}

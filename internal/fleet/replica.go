@@ -475,7 +475,7 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 			p.rate.observe(work{
 				tokens:    computed,
 				requests:  delta(prev.FirstTokens, next.FirstTokens),
-				prefill:   delta(prev.PrefillSeconds, next.PrefillSeconds),
+				prefill:   prefillBetween(prev, next),
 				prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
 				seconds:   next.At.Sub(prev.At).Seconds(),
 			})
@@ -621,6 +621,19 @@ func uncachedBetween(prev, next *metrics.Snapshot) (float64, bool) {
 		return delta(prev.PrefixQueries, next.PrefixQueries) - delta(prev.PrefixHits, next.PrefixHits), true
 	}
 	return 0, false
+}
+
+// prefillBetween is how long requests were in prefill between two scrapes: as
+// the engine says, or else until their first token less the time in its queue;
+// 0 if it tells neither.
+func prefillBetween(prev, next *metrics.Snapshot) float64 {
+	if next.PrefillSeconds.Known {
+		return delta(prev.PrefillSeconds, next.PrefillSeconds)
+	}
+	if next.FirstTokenSeconds.Known && next.QueueSeconds.Known {
+		return max(0, delta(prev.FirstTokenSeconds, next.FirstTokenSeconds)-delta(prev.QueueSeconds, next.QueueSeconds))
+	}
+	return 0
 }
 
 func delta(prev, next metrics.Fact) float64 {
