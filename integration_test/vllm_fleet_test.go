@@ -646,8 +646,14 @@ func (e *vllmFleet) testQueueFull(t *testing.T) {
 		setBody(r, e.chat(tokens, message{"user", unique("outside", 200)}))
 		return exchange(p.client, r).status
 	}
-	for range 32 { // eight run, twelve wait, the others are refused
-		outside.Go(func() { directly(ctx, 3500) })
+	for range 32 { // eight run, twelve wait, the others are refused and come again
+		outside.Go(func() {
+			for ctx.Err() == nil {
+				if directly(ctx, 3500) == http.StatusServiceUnavailable {
+					time.Sleep(20 * time.Millisecond)
+				}
+			}
+		})
 	}
 	await(t, "a full queue at "+e.addrs[0], func() bool {
 		ctx, cancel := context.WithTimeout(ctx, time.Second)

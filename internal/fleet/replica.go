@@ -291,6 +291,8 @@ type Load struct {
 	// Capacity is the KV cache in tokens, 0 when unknown; Used is how many of
 	// them requests in flight are believed to hold.
 	Capacity, Used float64
+	// Spare is the share of the cache that is believed to hold nothing yet.
+	Spare float64
 	// BlockTokens is the engine's block.
 	BlockTokens float64
 	// Trust (0..1) is the share of believed hits that the engine confirms.
@@ -327,11 +329,21 @@ func (p *Replica) Load(now time.Time) Load {
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
 	}
+	l.Spare = p.spare()
 	l.Used = p.footing
 	if l.KVUsage.Known && l.Capacity > 0 {
 		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
 	}
 	return l
+}
+
+// spare is the share of the replica's blocks in the residency index that are
+// not taken.
+func (p *Replica) spare() float64 {
+	if p.gone.Load() || p.capacity == 0 {
+		return 0
+	}
+	return 1 - float64(p.registry.Index.Len(p.Slot))/float64(p.capacity)
 }
 
 // settle works out what a Load says until the next scrape.

@@ -40,6 +40,8 @@ type Candidate struct {
 	Pace float64
 	// KVFree is 1 - the engine's KV usage, and 1 where it is unknown.
 	KVFree float64
+	// Spare is the share of its cache that is believed to hold nothing yet.
+	Spare float64
 	// Rendezvous orders replicas that cost the same: the highest wins. It is
 	// made from the prompt's leading part, so that equal prompts meet.
 	Rendezvous uint64
@@ -65,11 +67,15 @@ const (
 	// kvStep is the difference in free KV cache that decides a tie; below it
 	// the rendezvous order does.
 	kvStep = 0.05
+	// spareStep is the same for the room left. It is small, so that even small
+	// prompts are spread evenly in the long run.
+	spareStep = 0.01
 )
 
 // Choose returns the index of the cheapest candidate and its cost, or -1 if
-// there is none. Ties, normal on an idle fleet, go to the most free KV cache
-// and then to the rendezvous order, never to the first in the list.
+// there is none. Ties, normal on an idle fleet, go to the most free KV cache,
+// then to the one that has the most room left before it must evict, and then to
+// the rendezvous order, never to the first in the list.
 func (r Rule) Choose(cs []Candidate) (best int, cost float64) {
 	least := math.Inf(1)
 	for i := range cs {
@@ -83,10 +89,16 @@ func (r Rule) Choose(cs []Candidate) (best int, cost float64) {
 			freest = max(freest, cs[i].KVFree)
 		}
 	}
+	sparest := math.Inf(-1)
+	for i := range cs {
+		if c := &cs[i]; c.cost <= tied && c.KVFree >= freest-kvStep {
+			sparest = max(sparest, c.Spare)
+		}
+	}
 	best = -1
 	for i := range cs {
 		c := &cs[i]
-		if c.cost > tied || c.KVFree < freest-kvStep {
+		if c.cost > tied || c.KVFree < freest-kvStep || c.Spare < sparest-spareStep {
 			continue
 		}
 		if best < 0 || c.Rendezvous > cs[best].Rendezvous {

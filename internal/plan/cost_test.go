@@ -101,6 +101,12 @@ func TestTies(t *testing.T) {
 		{"a little more free cache does not", []Candidate{
 			with(func(c *Candidate) { c.KVFree, c.Rendezvous = 0.88, 9 }), with(func(c *Candidate) { c.KVFree = 0.9 }),
 		}, 0},
+		{"room before evictions comes before rendezvous", []Candidate{
+			with(func(c *Candidate) { c.Spare, c.Rendezvous = 0.5, 9 }), with(func(c *Candidate) { c.Spare = 0.6 }),
+		}, 1},
+		{"and after free cache", []Candidate{
+			with(func(c *Candidate) { c.KVFree, c.Spare = 0.9, 0.5 }), with(func(c *Candidate) { c.KVFree, c.Spare = 0.5, 0.9 }),
+		}, 0},
 		{"a dearer one's free cache does not count", []Candidate{
 			with(func(c *Candidate) { c.KVFree = 0.1 }), with(func(c *Candidate) { c.Queue, c.KVFree = 5000, 1 }),
 		}, 0},

@@ -527,6 +527,7 @@ func (s *Scheduler) gather(r *Request, t strictness, now time.Time) {
 			InFlight:   l.inFlight,
 			Pace:       l.load.Pace,
 			KVFree:     1 - l.load.KVUsage.Value,
+			Spare:      l.load.Spare,
 			Rendezvous: Rendezvous(r.Key, p.ID),
 		})
 	}
