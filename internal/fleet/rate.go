@@ -78,8 +78,10 @@ type work struct {
 	tokens   float64 // prompt tokens computed
 	requests float64 // that got their first token
 	// prefill is the prefill time of requests, 0 if the engine does not tell,
-	// and prefilled the tokens computed in just that time, 0 if that is not told.
+	// and prefilled the tokens computed in just that time, if pairs is set. Both
+	// are counted when a request ends, and tokens when its prefill does.
 	prefill, prefilled float64
+	pairs              bool
 	seconds            float64 // between the scrapes
 }
 
@@ -90,7 +92,7 @@ func (r *rate) observe(w work) {
 	}
 	r.speed.observe(w.prefilled, w.prefill)
 	tokens := w.tokens
-	if w.prefilled > 0 {
+	if w.pairs {
 		tokens = w.prefilled
 	}
 	if w.prefill > 0 || r.seconds > 0 {

@@ -18,7 +18,7 @@ func TestPace(t *testing.T) {
 			if i%20 != 0 { // nearly always busy
 				rate *= busy / idle
 			}
-			p.rate.observe(work{tokens: 50_000, requests: 4, prefilled: 50_000, prefill: 50_000 / rate, seconds: 10})
+			p.rate.observe(work{tokens: 50_000, requests: 4, prefilled: 50_000, pairs: true, prefill: 50_000 / rate, seconds: 10})
 		}
 	}
 	for _, c := range []struct {
@@ -71,5 +71,19 @@ func TestPrefillBetween(t *testing.T) {
 				t.Errorf("%v seconds, want %v", got, c.want)
 			}
 		})
+	}
+}
+
+// An engine counts a prompt's tokens when its prefill is done, and the time it
+// took, with the tokens again, when the request ends.
+func TestRateOfTokensAndTimesApart(t *testing.T) {
+	var r rate
+	for range 20 {
+		r.observe(work{tokens: 20_000, requests: 2, pairs: true, seconds: 1})
+		r.observe(work{pairs: true, seconds: 5})
+		r.observe(work{prefilled: 20_000, prefill: 2, pairs: true, seconds: 1})
+	}
+	if got, want := r.perSecond(0), 10_000*rateLean; got < want*0.99 || got > want*1.01 {
+		t.Errorf("rate %v, want %v", got, want)
 	}
 }

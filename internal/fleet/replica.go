@@ -489,6 +489,7 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 				requests:  delta(prev.FirstTokens, next.FirstTokens),
 				prefill:   prefillBetween(prev, next),
 				prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
+				pairs:     prev.PrefillTokens.Known && next.PrefillTokens.Known && next.PrefillSeconds.Known,
 				seconds:   next.At.Sub(prev.At).Seconds(),
 			})
 		}
