@@ -597,8 +597,14 @@ func (e *vllmFleet) testHang(t *testing.T) {
 	if err := e.ours.Signal(i, syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
-	if err := (<-stuck).bad(); err != nil {
-		t.Errorf("the request that hung with its replica: %v", err)
+	// An engine that stood still past its keep-alive limit may close the connection before it reads the request on it,
+	// which Caddy can't send again. What matters is that the client is told.
+	switch a := <-stuck; a.status {
+	case http.StatusOK:
+	case http.StatusBadGateway:
+		t.Log("the engine closed the connection of the request that hung with it")
+	default:
+		t.Errorf("the request that hung with its replica: %v", a.bad())
 	}
 	t.Logf("%d requests were served while one of two replicas stood still", served)
 	if served < 20 {
