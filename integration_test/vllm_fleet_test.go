@@ -189,7 +189,8 @@ func (e *vllmFleet) testAnswers(t *testing.T) {
 			if err := directly.bad(); err != nil {
 				t.Fatal(err)
 			}
-			if a, b := generated(t, through.body), generated(t, directly.body); a != b || a == "" {
+			if a, b := generated(t, through.body), generated(t, directly.body); a != b || a == "" && c.name != "token ids" {
+				// Tokens that a random model makes of random tokens may be no text.
 				t.Errorf("through Caddy %q, directly %q", a, b)
 			}
 		})
