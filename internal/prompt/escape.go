@@ -131,7 +131,7 @@ func unescape(s []byte) (r rune, size int) {
 	return r, 6
 }
 
-// codeUnit reads \uXXXX.
+// codeUnit reads the four hex digits of a \u escape.
 func codeUnit(s []byte) (r rune, ok bool) {
 	if len(s) < 6 || s[0] != '\\' || s[1] != 'u' {
 		return 0, false
