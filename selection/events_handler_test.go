@@ -135,7 +135,8 @@ func TestSelectFollowsEvents(t *testing.T) {
 		addrs := []string{engines[0].addr, engines[1].addr}
 		p := run(t, map[string]string{"x": handler(`{"policy": "kv_cache_aware", "api_key": "{env.ENGINE_KEY}",
 			"kv_events": {"endpoint": "tcp://{host}:{port+1}", "replay": "tcp://{host}:{port+2}"},
-			"metrics": {"interval": "50ms"}}`, addrs, "", "")})
+			"metrics": {"interval": "50ms"}}`, addrs,
+			`, "headers": {"response": {"set": {"X-Why": ["{http.reverse_proxy.kv_cache.reason}, {http.reverse_proxy.kv_cache.matched_tokens} tokens matched"]}}}`, "")})
 		t.Cleanup(func() {
 			for _, e := range engines {
 				e.close()
@@ -151,7 +152,7 @@ func TestSelectFollowsEvents(t *testing.T) {
 		// What was learned of a text outlives the config.
 		text := strings.Repeat(fmt.Sprintf("what prompt %x may say, again and again; ", rand.Uint64()), 80)
 		body := fmt.Sprintf(`{"model": "m", "prompt": %q}`, text)
-		ask := func() (home int) {
+		ask := func() (home int, why string) {
 			t.Helper()
 			before := engines[0].served.Load()
 			resp, err := http.DefaultClient.Do(p.request(t, http.MethodPost, "x", "/v1/completions", strings.NewReader(body)))
@@ -163,29 +164,32 @@ func TestSelectFollowsEvents(t *testing.T) {
 				t.Fatalf("status %d", resp.StatusCode)
 			}
 			_, _ = io.Copy(io.Discard, resp.Body)
+			// The client has its answer before the policy knows that the request is over.
+			await(t, "the request to be over", func() bool { return inFlight(t) == 0 })
 			if engines[0].served.Load() > before {
-				return 0
+				return 0, resp.Header.Get("X-Why")
 			}
-			return 1
+			return 1, resp.Header.Get("X-Why")
 		}
-		home := ask()
+		home, _ := ask()
 		engines[home].store(text)
-		await(t, "the tokens to be asked for", func() bool { return engines[home].tokenized.Load() == 1 })
+		blocks := func(i, want int) func() bool {
+			return func() bool { s, _ := f.Replica(addrs[i], time.Now()).Events(); return s.Blocks == want }
+		}
+		await(t, "the blocks to be heard of", blocks(home, len(text)/eventBlock))
+		await(t, "the tokens to be learned", func() bool { s, _ := f.Learner(); return s.Tokenized == 1 })
 		for range 5 {
-			if at := ask(); at != home {
-				t.Fatalf("the prompt went to engine %d, which does not hold it", at)
+			if at, why := ask(); at != home {
+				t.Fatalf("the prompt went to engine %d, which does not hold it: %s", at, why)
 			}
 		}
 		engines[home].remove(text)
 		engines[1-home].store(text)
-		blocks := func(i, want int) func() bool {
-			return func() bool { s, _ := f.Replica(addrs[i], time.Now()).Events(); return s.Blocks == want }
-		}
 		await(t, "the blocks to be gone", blocks(home, 0))
 		await(t, "the blocks to be there", blocks(1-home, len(text)/eventBlock))
 		for range 5 {
-			if at := ask(); at != 1-home {
-				t.Fatalf("the prompt went to engine %d, which dropped it", at)
+			if at, why := ask(); at != 1-home {
+				t.Fatalf("the prompt went to engine %d, which dropped it: %s", at, why)
 			}
 		}
 		if n := engines[0].tokenized.Load() + engines[1].tokenized.Load(); n != 1 {

@@ -357,6 +357,15 @@ func (f *Fleet) Learns(s *Sent, size int) bool {
 	return f.Registry.alignment.Known(s.Chain)*4 < len(s.Chain)*3
 }
 
+// Learner tells how many prompts' tokens were asked for and what came of it,
+// false if no events are followed.
+func (f *Fleet) Learner() (kvevents.LearnerStats, bool) {
+	if f.learner == nil {
+		return kvevents.LearnerStats{}, false
+	}
+	return f.learner.Stats(), true
+}
+
 // Learn has a prompt's tokens asked for at the replica that got it, so that
 // what engines say of tokens can be told of texts. The body becomes the
 // fleet's. It blocks for no I/O, but reads the body, so it is for after the

@@ -230,6 +230,10 @@ func (l *Learner) learn(ctx context.Context, r Request) {
 			tokens, err = l.ask(ctx, r, path)
 		}
 	}
+	if err == nil {
+		r.Prompt.Tokens = tokens
+		l.alignment.Learn(r.Prompt)
+	}
 	l.count(func(st *LearnerStats) {
 		switch {
 		case errors.Is(err, errUnsupported) || errors.Is(err, errRefused):
@@ -242,10 +246,6 @@ func (l *Learner) learn(ctx context.Context, r Request) {
 			st.Tokenized++
 		}
 	})
-	if err == nil {
-		r.Prompt.Tokens = tokens
-		l.alignment.Learn(r.Prompt)
-	}
 }
 
 // tokenizePath returns where the bodies of an API's requests can be tokenized.
