@@ -54,13 +54,48 @@ var drills = []drill{
 		check:   leftAlone,
 	},
 	{
-		number: "04a", name: "answers 500, 503, 429, no retries of answers", compare: true,
+		number: "04a", name: "answers 500, 503, 429, no retries of answers", compare: true, spread: true,
 		excused: []string{"status 429", "status 500", "status 503"},
-		disturb: failAll, mend: func(x *exercise) { x.victim.FailNext(0, 0) },
+		disturb: failAll, mend: takeBack, check: fewErrors,
 	},
 	{
-		number: "04b", name: "answers 500, 503, 429, retries of answers", options: drillOptions + retryStatus,
-		disturb: failAll, mend: func(x *exercise) { x.victim.FailNext(0, 0) },
+		number: "04b", name: "answers 500, 503, 429, retries of answers", options: drillOptions + retryStatus, spread: true,
+		disturb: failAll, mend: takeBack,
+	},
+	{
+		number: "04c", name: "answers 500, 503, 429, before prefix_hash", hash: true,
+		excused: []string{"status 429", "status 500", "status 503"},
+		disturb: failAll, mend: takeBack, check: fewErrors,
+	},
+	{
+		number: "04d", name: "answers 503 with Retry-After", excused: []string{"status 503"}, compare: true, spread: true,
+		disturb: func(x *exercise) {
+			x.busiest().SetRetryAfter("3")
+			x.victim.FailNext(503, forever)
+			if !x.ours() {
+				x.dwell()
+				return
+			}
+			await(x, "the victim's Retry-After to be heard", func() bool {
+				return x.proxy.metric("caddy_kv_cache_replica_eligible", "replica", x.victim.Addr()) == 0
+			})
+			x.known = time.Now()
+			await(x, "it to pass", func() bool { return time.Since(x.known) > 3*time.Second })
+		},
+		mend: takeBack,
+		check: func(x *exercise) {
+			refused := x.of(func(r record) bool { return r.kind == "status 503" })
+			if len(refused) == 0 {
+				x.Fatal("nobody met the 503")
+			}
+			until := refused[0].began.Add(3 * time.Second)
+			for _, r := range refused {
+				if r.began.After(x.known) && r.began.Before(until) {
+					x.Errorf("a request was sent %v before the time that the replica had named", until.Sub(r.began))
+				}
+			}
+			fewErrors(x)
+		},
 	},
 	{
 		number: "05", name: "breaks off in the middle of answers", excused: []string{cut}, compare: true,
@@ -328,6 +363,22 @@ func failAll(x *exercise) {
 		x.victim.FailNext(0, 0)
 	}
 	x.victim.FailNext(500, forever)
+}
+
+// takeBack ends failures, and waits until the replica is used again.
+func takeBack(x *exercise) {
+	x.victim.FailNext(0, 0)
+	x.awaitUse(x.victim)
+}
+
+// fewErrors checks that a replica that answers errors draws no more requests than it takes to know that,
+// where a fair share is a third.
+func fewErrors(x *exercise) {
+	all := x.of(func(r record) bool { return r.phase == during })
+	failed := x.of(func(r record) bool { return r.phase == during && r.kind != "" })
+	if x.Logf("%d of %d requests were answered with errors", len(failed), len(all)); len(failed) > len(all)/6 {
+		x.Errorf("%d of %d requests were answered with errors", len(failed), len(all))
+	}
 }
 
 // atTheLastMoment sends many requests just when connections have been idle for a second.

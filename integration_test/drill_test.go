@@ -54,6 +54,7 @@ type drill struct {
 	front    func(*exercise, *enginesim.Server) string // stands before each replica
 	others   func(*testing.T) []string                 // upstreams that are no engines
 	policy   string                                    // options of kv_cache_aware
+	hash     bool                                      // prefix_hash chooses instead
 	options  string                                    // of reverse_proxy, instead of drillOptions
 	resend   bool                                      // what Caddy closed the connection of, as clients do
 	site     func(*exercise) string                    // further directives
@@ -144,7 +145,11 @@ func TestDrills(t *testing.T) {
 	inParallel(len(drills), atOnce, func(i int) {
 		d := drills[i]
 		t.Run(d.number+" "+d.name, func(t *testing.T) {
-			row := play(t, d, "kv_cache_aware")
+			policy := "kv_cache_aware"
+			if d.hash {
+				policy = "prefix_hash"
+			}
+			row := play(t, d, policy)
 			if d.compare {
 				row.compared = play(t, d, "least_conn").failed
 			}
@@ -163,7 +168,7 @@ func play(t *testing.T, d drill, policy string) outcome {
 	x.proxy = newProxy(t)
 	x.proxy.level = "WARN"
 	x.proxy.run(x.proxy.caddyfile(x.directives(x.addrs)))
-	if x.aware() && !strings.Contains(d.policy, "metrics_off") {
+	if x.ours() && !d.hash && !strings.Contains(d.policy, "metrics_off") {
 		x.proxy.awaitScrapes(x.fleetAddrs()...)
 	}
 	var clients sync.WaitGroup
@@ -195,14 +200,14 @@ func play(t *testing.T, d drill, policy string) outcome {
 	x.phase.Store(int32(after))
 	x.dwell()
 	end()
-	if x.aware() {
+	if x.ours() {
 		x.proxy.awaitIdle()
 	}
 	x.proxy.client.CloseIdleConnections()
 	row.goroutines[1] = x.proxy.goroutines()
 	row.memory, _ = x.proxy.memory()
 	x.sumUp(&row)
-	if x.aware() {
+	if x.ours() {
 		x.judge(&row)
 		if d.check != nil {
 			d.check(x)
@@ -215,7 +220,8 @@ func play(t *testing.T, d drill, policy string) outcome {
 	return row
 }
 
-func (x *exercise) aware() bool { return x.policy != "least_conn" }
+// ours tells whether a policy of this plugin chooses, and not the one it is compared with.
+func (x *exercise) ours() bool { return x.policy != "least_conn" }
 
 // steady is an engine that takes a moment to compute a system prompt, and far less to find it in its cache.
 var steady = enginesim.ServerConfig{Speed: 2}
@@ -257,7 +263,7 @@ func (x *exercise) directives(addrs []string) string {
 	if x.site != nil {
 		site = x.site(x)
 	}
-	if x.aware() {
+	if x.policy == "kv_cache_aware" {
 		return site + aware(addrs, x.drill.policy, options)
 	}
 	return site + reverseProxy(addrs, x.policy, options)

@@ -393,20 +393,31 @@ func await(tb testing.TB, what string, is func() bool) {
 }
 
 // freeAddr returns an address on which nothing listens, and which the system gives to no outgoing
-// connection meanwhile: its port is below those of common ephemeral ranges.
+// connection meanwhile: its port is below those of common ephemeral ranges. No two tests get the same, and
+// other processes that run these tests most likely choose from another thousand.
 func freeAddr(tb testing.TB) string {
 	tb.Helper()
-	const first, last = 13000, 31000
-	for range 1000 {
-		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(first+rand.IntN(last-first)))
+	const first, thousands = 13000, 18
+	base := first + os.Getpid()%thousands*1000
+	for range 10_000 {
+		port := base + rand.IntN(1000)
+		if _, given := givenPorts.LoadOrStore(port, true); given {
+			continue
+		}
+		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 		if l, err := net.Listen("tcp", addr); err == nil {
 			_ = l.Close()
+			tb.Cleanup(func() { givenPorts.Delete(port) })
 			return addr
 		}
+		givenPorts.Delete(port)
 	}
-	tb.Fatalf("no free port between %d and %d", first, last)
+	tb.Fatalf("no free port between %d and %d", base, base+1000)
 	return ""
 }
+
+// givenPorts are those that freeAddr has given to tests that run.
+var givenPorts sync.Map
 
 // newClient returns a client whose connections end with the test.
 func newClient(tb testing.TB) *http.Client {

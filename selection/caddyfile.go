@@ -62,7 +62,7 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		case "pin_header":
 			return parse(d, &p.PinHeader, text)
 		case "fallback":
-			return unmarshalFallback(d, &p.FallbackRaw)
+			return unmarshalPolicy(d, &p.FallbackRaw)
 		case "shadow":
 			return p.unmarshalShadow(d)
 		case "share":
@@ -113,7 +113,7 @@ func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		case "max_body":
 			return parse(d, &p.MaxBody, size)
 		case "fallback":
-			return unmarshalFallback(d, &p.FallbackRaw)
+			return unmarshalPolicy(d, &p.FallbackRaw)
 		case "capture":
 			p.Capture = new(Capture)
 			return p.Capture.unmarshal(d)

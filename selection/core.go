@@ -199,10 +199,9 @@ func (c *core) decide(r *http.Request) (*decision, bool) {
 	return d, first
 }
 
-// fallBack lets the fallback policy choose among the replicas that this
-// request has not tried.
-func (c *core) fallBack(fallback reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, start time.Time) *reverseproxy.Upstream {
-	u := c.delegate(fallback, d, pool, r, w, start)
+// fallBack lets another policy choose for a request without a prompt.
+func (c *core) fallBack(fallback reverseproxy.Selector, bar bar, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, start time.Time) *reverseproxy.Upstream {
+	u := c.delegate(fallback, d, pool, r, w, bar, start)
 	if u == nil {
 		c.none(r, start)
 		return nil

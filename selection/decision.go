@@ -8,12 +8,14 @@ import (
 	"mime"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"go.uber.org/zap"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
@@ -40,6 +42,7 @@ type decision struct {
 	over     bool
 	attempts []*attempt
 	answered *attempt // the one that was answered, once the request is over
+	seen     any      // mark of the answer to an attempt that was retried
 }
 
 // attempt is one choice made for a request.
@@ -161,8 +164,8 @@ func (d *decision) latest() *attempt {
 }
 
 // retract books that the latest attempt failed: its replica does not hold the
-// prompt, and is avoided for a while.
-func (d *decision) retract(now time.Time) {
+// prompt, and may be avoided for a while.
+func (d *decision) retract(ctx context.Context, now time.Time) {
 	a := d.latest()
 	if a == nil || a.failed { // after it, no replica was available
 		return
@@ -171,9 +174,24 @@ func (d *decision) retract(now time.Time) {
 	if d.muted {
 		return
 	}
-	a.Abort(now)
-	a.replica.Failed(now)
+	o := d.outcome(ctx)
+	d.seen = o.mark
+	d.fail(a, o, now)
+}
+
+// fail books an attempt that was answered with an error, or not at all.
+func (d *decision) fail(a *attempt, o outcome, now time.Time) {
+	var avoided time.Duration
+	if o.status == 0 {
+		avoided = a.Fail(now)
+	} else {
+		avoided = a.Refuse(o.status, o.retryAfter, now)
+	}
 	a.replica.Lacks(d.prompt.Chain, a.matched)
+	if avoided > 0 && d.teller != nil {
+		d.teller.logger.Warn("replica is avoided while another can be chosen", zap.String("fleet", d.teller.fleet.Name),
+			zap.String("replica", a.replica.Addr), zap.Int("status", o.status), zap.Duration("for", avoided))
+	}
 }
 
 // send books the choice of a replica.
@@ -214,12 +232,10 @@ func (d *decision) book(ctx context.Context, now time.Time) {
 	d.over = true
 	var o outcome
 	if a := d.latest(); a != nil && !d.muted {
-		o = outcomeOf(ctx)
+		o = d.outcome(ctx)
 		switch {
-		case o.status >= 400:
-			// The engine refused it and computed nothing.
-			a.Abort(now)
-			a.replica.Lacks(d.prompt.Chain, a.matched)
+		case o.status >= 400: // and nothing was computed
+			d.fail(a, o, now)
 		case o.done:
 			a.Finish(now)
 			d.answered = a
@@ -232,25 +248,48 @@ func (d *decision) book(ctx context.Context, now time.Time) {
 	}
 }
 
-// outcome is how the proxy got on with a request.
+// outcome is how the proxy got on with a request's latest attempt.
 type outcome struct {
-	status int  // that the replica answered with, 0 if it did not answer
-	done   bool // its answer was sent on to the end
+	status     int           // that the replica answered with, 0 if it did not answer
+	retryAfter time.Duration // by the answer's header, 0 without one
+	done       bool          // its answer was sent on to the end
+	mark       any           // tells answers apart; nil without one
 }
 
-// outcomeOf reads the outcome from the request's placeholders.
-func outcomeOf(ctx context.Context) (o outcome) {
+// outcome reads the outcome from the request's placeholders. Those of an
+// answer that was retried stay when the next attempt gets none.
+func (d *decision) outcome(ctx context.Context) (o outcome) {
 	repl, ok := ctx.Value(caddy.ReplacerCtxKey).(*caddy.Replacer)
 	if !ok {
 		return o
 	}
+	// In nanoseconds, so no two are the same.
+	if o.mark, _ = repl.Get("http.reverse_proxy.upstream.latency"); o.mark == nil || o.mark == d.seen {
+		return outcome{mark: d.seen}
+	}
 	if v, ok := repl.Get("http.reverse_proxy.status_code"); ok {
 		o.status, _ = v.(int)
+	}
+	if v, ok := repl.Get("http.reverse_proxy.header.Retry-After"); ok {
+		text, _ := v.(string)
+		o.retryAfter = retryAfter(text, time.Now())
 	}
 	if v, ok := repl.Get("http.reverse_proxy.upstream.duration"); ok && v != nil {
 		o.done = true
 	}
 	return o
+}
+
+// retryAfter reads the header of that name: seconds, or a time.
+func retryAfter(text string, now time.Time) time.Duration {
+	if seconds, err := strconv.ParseUint(text, 10, 31); err == nil {
+		return time.Duration(seconds) * time.Second
+	}
+	at, err := http.ParseTime(text)
+	if err != nil {
+		return 0
+	}
+	return max(0, at.Sub(now))
 }
 
 // placeholder serves {http.reverse_proxy.kv_cache.*}.

@@ -25,13 +25,10 @@ func loadFallback(ctx caddy.Context, policy any, raw *json.RawMessage) (reversep
 	return v.(reverseproxy.Selector), nil
 }
 
-// unmarshalFallback parses `fallback <policy>`, whose policy may have a block.
-func unmarshalFallback(d *caddyfile.Dispenser, raw *json.RawMessage) error {
+// unmarshalPolicy parses the policy of `<option> <policy>`, which may have a block.
+func unmarshalPolicy(d *caddyfile.Dispenser, raw *json.RawMessage) error {
 	if !d.NextArg() {
 		return d.ArgErr()
-	}
-	if *raw != nil {
-		return d.Err("fallback selection policy already specified")
 	}
 	name := d.Val()
 	unm, err := caddyfile.UnmarshalModule(d, "http.reverse_proxy.selection_policies."+name)

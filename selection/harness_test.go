@@ -79,15 +79,16 @@ func poolOf(n int) reverseproxy.UpstreamPool {
 // client is the sender of one request.
 type client struct {
 	*http.Request
-	repl  *caddy.Replacer
-	leave context.CancelFunc
+	repl    *caddy.Replacer
+	leave   context.CancelFunc
+	answers int // that replicas have begun
 }
 
 func newClient(r *http.Request) *client {
 	ctx, leave := context.WithCancel(r.Context())
 	repl := caddy.NewReplacer()
 	r = caddyhttp.PrepareRequest(r.WithContext(ctx), repl, httptest.NewRecorder(), new(caddyhttp.Server))
-	return &client{r, repl, leave}
+	return &client{Request: r, repl: repl, leave: leave}
 }
 
 func post(path, body string) *client {
@@ -126,9 +127,20 @@ func (c *client) decisionIn(p *core) *decision {
 // answered ends the request as the proxy does after the replica's answer.
 func (c *client) answered(tb testing.TB, p *core, status int) {
 	tb.Helper()
-	c.repl.Set("http.reverse_proxy.status_code", status)
+	c.header(status, "")
 	c.repl.Set("http.reverse_proxy.upstream.duration", time.Millisecond)
 	c.left(tb, p)
+}
+
+// header lets the replica begin its answer.
+func (c *client) header(status int, retryAfter string) {
+	c.answers++
+	c.repl.Set("http.reverse_proxy.upstream.latency", time.Duration(c.answers))
+	c.repl.Set("http.reverse_proxy.status_code", status)
+	c.repl.DeleteByPrefix("http.reverse_proxy.header.")
+	if retryAfter != "" {
+		c.repl.Set("http.reverse_proxy.header.Retry-After", retryAfter)
+	}
 }
 
 // left ends the request as it stands, and waits until that is booked.

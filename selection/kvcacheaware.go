@@ -170,7 +170,7 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	start := time.Now()
 	d, first := p.decide(r)
 	if !first {
-		d.retract(start)
+		d.retract(r.Context(), start)
 	}
 	if first && d.reason == "" && p.KVEvents != nil {
 		d.pupil, d.path = p.fleet, r.URL.Path
@@ -179,7 +179,7 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 		return p.selectOther(d, pool, r, w, start)
 	}
 	if d.reason != "" {
-		return p.fallBack(p.fallback, d, pool, r, w, start)
+		return p.fallBack(p.fallback, notEligible, d, pool, r, w, start)
 	}
 	a := p.ask(d, pool, r, start)
 	sent := p.schedule.Submit(&a.Request, start)
@@ -272,10 +272,10 @@ func (p *KVCacheAware) done(a *asking) {
 }
 
 // find returns the place of an available replica that was not tried and is not
-// drained, or -1.
+// avoided, or -1.
 func (a *asking) find(addr string) int {
 	for i, p := range a.Replicas {
-		if p.Addr == addr && a.pool[i].Available() && !a.decision.tried(p) && p.Avoided(a.start) != fleet.Drained {
+		if p.Addr == addr && a.pool[i].Available() && !a.decision.tried(p) && p.Avoided(a.start) == fleet.Eligible {
 			return i
 		}
 	}

@@ -148,14 +148,14 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 	start := time.Now()
 	d, first := p.decide(r)
 	if !first {
-		d.retract(start)
+		d.retract(r.Context(), start)
 	}
 	value := ""
 	if p.Header != "" {
 		value = r.Header.Get(p.Header)
 	}
 	if d.reason != "" && value == "" {
-		return p.fallBack(p.fallback, d, pool, r, w, start)
+		return p.fallBack(p.fallback, notEligible, d, pool, r, w, start)
 	}
 	candidates, _ := p.scratch.Get().(*homes)
 	if candidates == nil {

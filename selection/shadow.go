@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"github.com/caddyserver/caddy/v2"
-	"github.com/caddyserver/caddy/v2/caddyconfig"
 	"github.com/caddyserver/caddy/v2/caddyconfig/caddyfile"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
@@ -84,20 +83,7 @@ func (o *Rollout) unmarshalShadow(d *caddyfile.Dispenser) error {
 	if o.OtherRaw != nil {
 		return d.Err("the other policy is already specified: shadow and share exclude each other")
 	}
-	if !d.NextArg() {
-		return d.ArgErr()
-	}
-	name := d.Val()
-	unm, err := caddyfile.UnmarshalModule(d, "http.reverse_proxy.selection_policies."+name)
-	if err != nil {
-		return err
-	}
-	sel, ok := unm.(reverseproxy.Selector)
-	if !ok {
-		return d.Errf("module %s is not a reverseproxy.Selector", name)
-	}
-	o.OtherRaw = caddyconfig.JSONModuleObject(sel, "policy", name, nil)
-	return nil
+	return unmarshalPolicy(d, &o.OtherRaw)
 }
 
 // unmarshalShare parses `share <percent> <policy>`.
@@ -146,9 +132,9 @@ func (p *KVCacheAware) selectOther(d *decision, pool reverseproxy.UpstreamPool, 
 	sent := r.Body
 	defer func() { d.takeBack(r, sent) }()
 	if d.reason != "" {
-		return p.fallBack(p.other, d, pool, r, w, start)
+		return p.fallBack(p.other, drained, d, pool, r, w, start)
 	}
-	u := p.delegate(p.other, d, pool, r, w, start)
+	u := p.delegate(p.other, d, pool, r, w, drained, start)
 	i := slices.Index(pool, u)
 	if u == nil || i < 0 {
 		p.none(r, start)
@@ -195,23 +181,49 @@ func prefillTime(tokens, rate float64) time.Duration {
 	return time.Duration(seconds * float64(time.Second))
 }
 
-// delegate lets another policy choose, among the replicas that this request has
-// not tried as long as there are any.
-func (c *core) delegate(policy reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, now time.Time) *reverseproxy.Upstream {
-	fresh := pool
-	if d.latest() != nil {
-		fresh = make(reverseproxy.UpstreamPool, 0, len(pool))
-		for i, u := range pool {
-			if !d.tried(c.replica(pool, i, now)) {
-				fresh = append(fresh, u)
-			}
+// delegate lets another policy choose among the replicas that this request has
+// not tried and that are not barred, as long as there are any.
+func (c *core) delegate(policy reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, bar bar, now time.Time) *reverseproxy.Upstream {
+	untried := c.leaveOut(pool, func(p *fleet.Replica) bool { return d.tried(p) }, now)
+	allowed := c.leaveOut(untried, func(p *fleet.Replica) bool { return bar(p.Avoided(now)) }, now)
+	if u := policy.Select(allowed, r, w); u != nil {
+		return u
+	}
+	if len(allowed) < len(untried) {
+		if u := policy.Select(untried, r, w); u != nil {
+			return u
 		}
 	}
-	u := policy.Select(fresh, r, w)
-	if u == nil && len(fresh) < len(pool) {
-		u = policy.Select(pool, r, w)
+	if len(untried) < len(pool) {
+		return policy.Select(pool, r, w)
 	}
-	return u
+	return nil
+}
+
+// bar tells whether a replica is left out of what another policy chooses from.
+type bar func(fleet.Avoid) bool
+
+// The fallback policy chooses for this one, from the same replicas. A policy
+// that is compared with this one chooses as it would alone, except that what
+// an operator has drained gets nothing.
+func notEligible(a fleet.Avoid) bool { return a != fleet.Eligible }
+func drained(a fleet.Avoid) bool     { return a == fleet.Drained }
+
+// leaveOut returns a pool without some replicas: itself if there are none.
+func (c *core) leaveOut(pool reverseproxy.UpstreamPool, out func(*fleet.Replica) bool, now time.Time) reverseproxy.UpstreamPool {
+	var rest reverseproxy.UpstreamPool
+	for i, u := range pool {
+		switch left := out(c.replica(pool, i, now)); {
+		case left && rest == nil:
+			rest = append(make(reverseproxy.UpstreamPool, 0, len(pool)), pool[:i]...)
+		case !left && rest != nil:
+			rest = append(rest, u)
+		}
+	}
+	if rest == nil {
+		return pool
+	}
+	return rest
 }
 
 // takeBack makes the request's body ours again where another policy has put its

@@ -33,6 +33,7 @@ type faults struct {
 	stall      bool
 	failStatus int
 	failCount  int
+	retryAfter string
 	health     int
 	metrics    MetricsMode
 	frozen     []byte
@@ -80,6 +81,14 @@ func (s *Server) FailNext(status, n int) {
 	s.faults.mu.Lock()
 	defer s.faults.mu.Unlock()
 	s.faults.failStatus, s.faults.failCount = status, n
+}
+
+// SetRetryAfter sets the header of that name in the answers of FailNext; an empty one
+// leaves it out.
+func (s *Server) SetRetryAfter(value string) {
+	s.faults.mu.Lock()
+	defer s.faults.mu.Unlock()
+	s.faults.retryAfter = value
 }
 
 // SetHealth sets the status of /health. 0 or 200 is healthy.
@@ -141,15 +150,16 @@ func (f *faults) wait(ctx context.Context) error {
 	}
 }
 
-// takeFailure returns the status to fail the current request with.
-func (f *faults) takeFailure() (status int, fail bool) {
+// takeFailure returns the status to fail the current request with, and its
+// Retry-After.
+func (f *faults) takeFailure() (status int, retryAfter string, fail bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.failCount == 0 {
-		return 0, false
+		return 0, "", false
 	}
 	f.failCount--
-	return f.failStatus, true
+	return f.failStatus, f.retryAfter, true
 }
 
 func (f *faults) healthStatus() int {

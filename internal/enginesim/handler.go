@@ -105,9 +105,12 @@ func (p *instance) inference(w http.ResponseWriter, r *http.Request, e endpoint)
 	if hook := p.config.OnRequest; hook != nil {
 		hook(r, raw)
 	}
-	if status, fail := p.faults.takeFailure(); fail {
+	if status, retryAfter, fail := p.faults.takeFailure(); fail {
 		if status == 0 {
 			panic(http.ErrAbortHandler)
+		}
+		if retryAfter != "" {
+			w.Header().Set("Retry-After", retryAfter)
 		}
 		writeError(w, status, fmt.Errorf("status %d was asked for by a drill", status))
 		return

@@ -25,10 +25,6 @@ const (
 	// hangAfter is how long a replica with requests in flight may leave every
 	// counter where it was, on top of the time its queue explains.
 	hangAfter = 10 * time.Second
-	// failingFor is how long a replica is avoided after a failed attempt, and
-	// doubles with each further one up to failingMost.
-	failingFor  = time.Second
-	failingMost = 30 * time.Second
 )
 
 // Replica is one engine endpoint: all that is known of it, shared by every
@@ -73,10 +69,8 @@ type Replica struct {
 	hung      bool
 	refused   bool
 
-	failures int
-	failing  time.Time // avoided until then
-
-	warm warmUp
+	breaker breaker
+	warm    warmUp
 
 	drained bool // taken out by an operator
 
@@ -143,6 +137,7 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	if p.inFlight == 0 {
 		p.idleSince = now
 	}
+	p.breaker.sent(r)
 	p.add(r, now, p.perSecond())
 	p.meanUncached += (r.Uncached - p.meanUncached) / 16
 }
@@ -161,28 +156,56 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.remove(r, how, now, p.perSecond())
+		p.breaker.ended(r, how)
 		if how == finished {
-			p.failures = 0
-			p.failing = time.Time{}
 			p.moved = now
 			p.warm.finished()
 		}
 	})
 }
 
-// Failed notes that an attempt at the replica failed before any answer. It is
-// avoided for a while, longer with each failure in a row. Those that come while
-// it is avoided are of the same event, such as a crash with requests in flight,
-// and count once.
+// Failed notes that the replica does not answer. It is avoided for a while,
+// longer with each failure in a row. Those that come while it is avoided are of
+// the same event, such as a crash with requests in flight, and count once.
 func (p *Replica) Failed(now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if now.Before(p.failing) {
-		return
+	p.trip(now, now)
+}
+
+func (p *Replica) trip(sent, now time.Time) time.Duration {
+	avoided := p.breaker.trip(sent, 0, now)
+	p.warm.start(p.breaker.until)
+	return avoided
+}
+
+// Fail is Abort for an attempt that was not answered. It tells for how long
+// the replica is avoided because of it, 0 where that is so already.
+func (r *Reservation) Fail(now time.Time) (avoided time.Duration) {
+	r.release(aborted, now)
+	r.replica.mu.Lock()
+	defer r.replica.mu.Unlock()
+	return r.replica.trip(r.sentAt, now)
+}
+
+// Refuse is Abort for a request that was answered with an error of the given
+// status. If that shows that the replica is unfit, and not the request, it is
+// avoided: for a second, twice as long with each further time, and at least for
+// retryAfter, its own word, of which a minute is believed at most. Refuse tells
+// for how long, 0 where it is not avoided because of this.
+func (r *Reservation) Refuse(status int, retryAfter time.Duration, now time.Time) (avoided time.Duration) {
+	r.release(aborted, now)
+	if !unfit(status) {
+		return 0
 	}
-	p.failures++
-	p.failing = now.Add(min(failingFor<<min(p.failures-1, 10), failingMost))
-	p.warm.start(now)
+	p := r.replica
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	avoided = p.breaker.erred(r, status, retryAfter, now)
+	if p.breaker.open(now) {
+		p.warm.start(p.breaker.until)
+	}
+	return avoided
 }
 
 // Unavailable notes that Caddy holds the replica for unhealthy or full, so
@@ -257,7 +280,7 @@ type Avoid uint8
 
 const (
 	Eligible Avoid = iota
-	Failing        // attempts failed a moment ago
+	Failing        // attempts failed or were answered with errors a moment ago
 	Refused        // its port refuses connections
 	Hung           // requests in flight and no counter moves
 	Asleep         // the engine says so
@@ -375,7 +398,7 @@ func (p *Replica) avoid(now time.Time) Avoid {
 	switch {
 	case p.drained:
 		return Drained
-	case now.Before(p.failing):
+	case p.breaker.open(now):
 		return Failing
 	case p.refused:
 		return Refused
@@ -463,7 +486,7 @@ func (p *Replica) restart(now time.Time) {
 	p.baseKnown = false
 	p.calibrated = calibration{}
 	p.hung = false
-	p.failures, p.failing = 0, time.Time{}
+	p.breaker = breaker{}
 	p.moved = now
 	p.warm.start(now)
 }

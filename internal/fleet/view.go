@@ -50,7 +50,7 @@ func (p *Replica) view(now time.Time) metrics.View {
 		State:       avoid.String(),
 		Eligible:    avoid == Eligible,
 		Warming:     p.warm.room(p.inFlight, now) <= warmAfter*warmStep,
-		Failures:    p.failures,
+		Failures:    p.breaker.failures,
 	}
 	if p.text.tokens > 0 {
 		v.BytesPerToken = p.text.bytes / p.text.tokens
