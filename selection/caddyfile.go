@@ -23,6 +23,7 @@ import (
 //		kv_events_replay <address>
 //		api_key          <key>
 //		pin_header       <field>
+//		tenant           <text>
 //		fallback         <policy>
 //		shadow           <policy>
 //		share            <percent> <policy>
@@ -61,6 +62,8 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 			return parse(d, &p.APIKey, text)
 		case "pin_header":
 			return parse(d, &p.PinHeader, text)
+		case "tenant":
+			return parse(d, &p.Tenant, text)
 		case "fallback":
 			return unmarshalPolicy(d, &p.FallbackRaw)
 		case "shadow":
@@ -88,6 +91,7 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 //		load_factor <factor>
 //		slack       <tokens>
 //		seed        <text>
+//		tenant      <text>
 //		max_body    <size>
 //		fallback    <policy>
 //		capture     <file> {
@@ -110,6 +114,8 @@ func (p *PrefixHash) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 			return parse(d, &p.Slack, positiveInt)
 		case "seed":
 			return parse(d, &p.Seed, text)
+		case "tenant":
+			return parse(d, &p.Tenant, text)
 		case "max_body":
 			return parse(d, &p.MaxBody, size)
 		case "fallback":

@@ -87,6 +87,7 @@ func TestAdaptedConfigLoads(t *testing.T) {
 			kv_events_replay tcp://{host}:{port+200}
 			api_key {env.SEED}
 			pin_header X
+			tenant {http.auth.user.id}
 			fallback first
 			metrics_uri /m
 			metrics_port 80
@@ -104,6 +105,7 @@ func TestAdaptedConfigLoads(t *testing.T) {
 			load_factor 1
 			slack 1
 			seed {env.SEED}
+			tenant {http.request.header.Authorization}
 			max_body 10
 			fallback first
 		}`},

@@ -61,6 +61,7 @@ type coreConfig struct {
 	events     *Events  // nil: none are followed
 	apiKey     string
 	seed       uint64
+	tenant     string
 	changed    func(time.Time) // called when a replica's state has changed
 	explain    func(*http.Request) *admin.Explanation
 	waiting    func() int // requests held back
@@ -75,7 +76,7 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 	c.policy = cfg.policy
 	c.logger = ctx.Logger()
 	c.key = "kv_cache.decision." + strconv.FormatUint(policies.Add(1), 10)
-	c.outlook = outlook{limit: defaultMaxBody, seed: cfg.seed}
+	c.outlook = outlook{limit: defaultMaxBody, seed: cfg.seed, tenant: cfg.tenant}
 	if cfg.maxBody > 0 {
 		c.outlook.limit = int(cfg.maxBody)
 	}
@@ -181,7 +182,7 @@ func staticAddrs(h *reverseproxy.Handler) []string {
 // decide returns the request's decision and whether this is its first attempt.
 func (c *core) decide(r *http.Request) (*decision, bool) {
 	arrived := time.Now()
-	d, first := decisionOf(r, c.key, c.outlook, c.changed)
+	d, first := decisionOf(r, c.key, &c.outlook, c.changed)
 	if first {
 		// The request's end comes on another goroutine, which must not read the
 		// request's variables.

@@ -29,6 +29,7 @@ type decision struct {
 	prompt prompt.Prompt
 	reason Reason // why there is no prompt; empty if there is one
 	body   *body  // nil if the body was left alone
+	seed   uint64 // that the prompt's chain starts from, its tenant's
 
 	changed func(time.Time) // to be told of the request's end; may be nil
 	arrived time.Time
@@ -64,8 +65,9 @@ type attempt struct {
 
 // outlook says how a decision reads a request.
 type outlook struct {
-	limit int    // bytes of body to look at
-	seed  uint64 // of the block chain
+	limit  int    // bytes of body to look at
+	seed   uint64 // of the block chain
+	tenant string // with placeholders; empty if tenants are not told apart
 }
 
 // scratch prompts are read into, so that finding the chain's length costs no
@@ -74,7 +76,7 @@ var scratch = sync.Pool{New: func() any { return new(prompt.Prompt) }}
 
 // decisionOf returns the request's decision, which it makes from the request's
 // body if this is the first attempt. key tells policies of one request apart.
-func decisionOf(r *http.Request, key string, o outlook, changed func(time.Time)) (d *decision, first bool) {
+func decisionOf(r *http.Request, key string, o *outlook, changed func(time.Time)) (d *decision, first bool) {
 	ctx := r.Context()
 	if d, ok := caddyhttp.GetVar(ctx, key).(*decision); ok {
 		if d.body != nil {
@@ -92,7 +94,7 @@ func decisionOf(r *http.Request, key string, o outlook, changed func(time.Time))
 }
 
 // read peeks at the body and finds the prompt in it, or the reason why not.
-func (d *decision) read(r *http.Request, o outlook) Reason {
+func (d *decision) read(r *http.Request, o *outlook) Reason {
 	api := prompt.APIOf(r.URL.Path)
 	switch {
 	case r.Body == nil || r.Body == http.NoBody:
@@ -113,7 +115,8 @@ func (d *decision) read(r *http.Request, o outlook) Reason {
 	}
 	p := scratch.Get().(*prompt.Prompt)
 	defer scratch.Put(p)
-	if fault := p.Read(api, b.head, whole, o.seed); fault != prompt.None {
+	d.seed = o.tenantSeed(r)
+	if fault := p.Read(api, b.head, whole, d.seed); fault != prompt.None {
 		return ofFault(fault)
 	}
 	d.prompt = *p

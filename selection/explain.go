@@ -7,8 +7,8 @@ import (
 	"slices"
 	"time"
 
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
-	"github.com/cespare/xxhash/v2"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
@@ -89,8 +89,9 @@ func (c *core) pool() reverseproxy.UpstreamPool {
 // consider reads a request as Select does, and begins its explanation. Nothing
 // of it is kept, and the rest of its body is left unread.
 func (c *core) consider(r *http.Request) (*decision, *admin.Explanation) {
+	caddyhttp.NewTestReplacer(r) // knows what does not come from other handlers
 	d := new(decision)
-	d.reason = d.read(r, c.outlook)
+	d.reason = d.read(r, &c.outlook)
 	if d.body != nil {
 		d.body.finish()
 		_ = r.Body.Close() // the reader that peek left; it returns nil
@@ -174,14 +175,11 @@ func (p *PrefixHash) explain(r *http.Request) *admin.Explanation {
 	now, pool := time.Now(), p.pool()
 	d, x := p.consider(r)
 	x.Candidates = p.candidates(pool, now)
-	value := ""
-	if p.Header != "" {
-		value = r.Header.Get(p.Header)
-	}
+	value := p.headerValue(r)
 	if d.reason != "" && value == "" {
 		return x
 	}
-	key := xxhash.Sum64String(value)
+	key := p.headerKey(value, r)
 	if value == "" {
 		key = p.depths.Peek(&d.prompt)
 	}

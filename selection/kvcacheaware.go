@@ -72,6 +72,14 @@ type KVCacheAware struct {
 	// them is placed by cost. Default: none.
 	PinHeader string `json:"pin_header,omitempty"`
 
+	// What tells tenants apart, as text with placeholders such as
+	// {http.request.header.Authorization} or {http.auth.user.id}. It goes into
+	// the hashes of the prompt, so that tenants share no belief about a cache
+	// and none can tell from where its requests go what another has asked.
+	// Requests for which it is empty are a tenant of their own. Default: none;
+	// all requests are alike.
+	Tenant string `json:"tenant,omitempty"`
+
 	// The policy that decides on requests without a prompt: other paths, other
 	// methods, bodies in which no prompt is found. Default: `least_conn`.
 	FallbackRaw json.RawMessage `json:"fallback,omitempty" caddy:"namespace=http.reverse_proxy.selection_policies inline_key=policy"`
@@ -125,6 +133,7 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 		events:     p.KVEvents,
 		apiKey:     p.APIKey,
 		seed:       fleet.Process.Seed,
+		tenant:     p.Tenant,
 		changed:    func(now time.Time) { p.schedule.Event(now) },
 		explain:    p.explain,
 		waiting:    func() int { return p.schedule.Waiting() },
@@ -253,7 +262,7 @@ func (p *KVCacheAware) ask(d *decision, pool reverseproxy.UpstreamPool, r *http.
 	}
 	if p.pins != nil {
 		if a.session = r.Header.Get(p.PinHeader); a.session != "" {
-			if home, ok := p.pins.get(a.session); ok {
+			if home, ok := p.pins.get(a.session, d.seed); ok {
 				a.pinned = a.find(home)
 			}
 		}
@@ -324,7 +333,7 @@ func (a *asking) Send(c plan.Choice) {
 		},
 	}, a.start.Add(c.Waited))
 	if a.session != "" {
-		a.policy.pins.put(a.session, replica.Addr)
+		a.policy.pins.put(a.session, a.decision.seed, replica.Addr)
 	}
 }
 

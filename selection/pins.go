@@ -22,10 +22,11 @@ func newPins() *pins {
 	return &pins{homes}
 }
 
-func (p *pins) get(session string) (replica string, ok bool) {
-	return p.homes.Get(xxhash.Sum64String(session))
+// get returns the home of a tenant's session. seed is the tenant's.
+func (p *pins) get(session string, seed uint64) (replica string, ok bool) {
+	return p.homes.Get(xxhash.Sum64String(session) ^ seed)
 }
 
-func (p *pins) put(session, replica string) {
-	p.homes.Add(xxhash.Sum64String(session), replica)
+func (p *pins) put(session string, seed uint64, replica string) {
+	p.homes.Add(xxhash.Sum64String(session)^seed, replica)
 }

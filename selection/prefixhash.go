@@ -62,6 +62,14 @@ type PrefixHash struct {
 	// Default: a constant.
 	Seed string `json:"seed,omitempty"`
 
+	// What tells tenants apart, as text with placeholders such as
+	// {http.request.header.Authorization} or {http.auth.user.id}. It goes into
+	// the hashes of the prompt, so that tenants share no belief about a cache
+	// and none can tell from where its requests go what another has asked.
+	// Requests for which it is empty are a tenant of their own. Default: none;
+	// all requests are alike.
+	Tenant string `json:"tenant,omitempty"`
+
 	// How many bytes of a request's body are looked at, at most.
 	// Default: 4MiB.
 	MaxBody int64 `json:"max_body,omitempty"`
@@ -108,6 +116,7 @@ func (p *PrefixHash) Provision(ctx caddy.Context) error {
 		name:    p.Name,
 		maxBody: p.MaxBody,
 		seed:    xxhash.Sum64String(seed),
+		tenant:  p.Tenant,
 		explain: p.explain,
 		waiting: func() int { return 0 },
 		capture: p.Capture,
@@ -150,10 +159,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 	if !first {
 		d.retract(r.Context(), start)
 	}
-	value := ""
-	if p.Header != "" {
-		value = r.Header.Get(p.Header)
-	}
+	value := p.headerValue(r)
 	if d.reason != "" && value == "" {
 		return p.fallBack(p.fallback, notEligible, d, pool, r, w, start)
 	}
@@ -163,7 +169,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 	}
 	defer p.scratch.Put(candidates)
 	tokens := p.tokens(&d.prompt) + p.extraTokens(&d.prompt)
-	key := xxhash.Sum64String(value)
+	key := p.headerKey(value, r)
 	if value == "" {
 		key = p.depths.Key(&d.prompt, tokens, len(pool), start)
 	}
@@ -189,6 +195,24 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 		p.noteAvoided(d, pool, start)
 	}
 	return h.upstream
+}
+
+// headerValue is what a request is keyed by instead of its prompt, "" if there is
+// nothing.
+func (p *PrefixHash) headerValue(r *http.Request) string {
+	if p.Header == "" {
+		return ""
+	}
+	return r.Header.Get(p.Header)
+}
+
+// headerKey is the key of a header's value, which is the tenant's own.
+func (p *PrefixHash) headerKey(value string, r *http.Request) uint64 {
+	key := xxhash.Sum64String(value)
+	if p.Tenant == "" {
+		return key
+	}
+	return key ^ p.outlook.tenantSeed(r)
 }
 
 // gather lists the replicas that may serve the request, as strictly as leaves any.

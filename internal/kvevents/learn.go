@@ -17,7 +17,8 @@ import (
 
 // LearnerConfig bounds a [Learner]. A zero field means its default.
 type LearnerConfig struct {
-	// Client makes the calls; it decides about TLS, proxies and connections (default [http.DefaultClient]).
+	// Client makes the calls; it decides about TLS, proxies and connections (default [http.DefaultClient]). No redirect is followed,
+	// whatever it says: prompt and key must not go where an engine points.
 	Client *http.Client
 	// PerSecond is the largest number of prompts asked about in a second (default 5). A call takes an engine some milliseconds of its
 	// front end's time and none of the accelerator's.
@@ -36,6 +37,9 @@ func (c LearnerConfig) withDefaults() LearnerConfig {
 	if c.Client == nil {
 		c.Client = http.DefaultClient
 	}
+	client := *c.Client
+	client.CheckRedirect = func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	c.Client = &client
 	if !(c.PerSecond > 0) {
 		c.PerSecond = 5
 	}

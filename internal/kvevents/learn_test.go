@@ -147,6 +147,25 @@ func TestLearnerRemembersRefusal(t *testing.T) {
 	}
 }
 
+// A client that would follow redirects does not: the body is a prompt.
+func TestLearnerFollowsNoRedirect(t *testing.T) {
+	elsewhere := startEngine(t, nil)
+	e := &engine{Server: httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		http.Redirect(w, r, elsewhere.URL+r.URL.Path, http.StatusTemporaryRedirect)
+	}))}
+	t.Cleanup(e.Close)
+	l, _ := startLearner(t, kvevents.LearnerConfig{})
+	l.Offer(e.request("/v1/completions", 1, 2, 3))
+	for end := time.Now().Add(20 * time.Second); l.Stats().Failed == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("%+v", l.Stats())
+		}
+	}
+	if got := elsewhere.paths(); got != "" {
+		t.Errorf("the prompt was sent to %s", got)
+	}
+}
+
 func TestLearnerQueue(t *testing.T) {
 	a := kvevents.NewAlignment(kvevents.AlignmentConfig{})
 	a.Learn(kvevents.Prompt{Chain: []uint64{1, 2, 3}, Tokens: []uint32{1, 2, 3}, BlockSizes: []int{2}})

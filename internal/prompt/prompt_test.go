@@ -352,6 +352,38 @@ func TestSeed(t *testing.T) {
 	}
 }
 
+// Whoever knows the seed can make blocks that forget what came before: words that equal the key, of which
+// the product is 0. Under any other seed such prompts are as different as they look.
+func TestCollisionsNeedTheSeed(t *testing.T) {
+	const known, secret, prompts = 17, 4711, 1000
+	k := newKey(known)
+	var end []uint32 // of the second block
+	for i := range 4 {
+		end = append(end, uint32(k[i]), uint32(k[i]>>32), 0, 0)
+	}
+	chains := func(seed uint64) map[uint64]bool {
+		seen := make(map[uint64]bool)
+		for n := range prompts {
+			ids := slices.Repeat([]string{fmt.Sprint(n)}, 2*BlockSize/4-len(end))
+			for _, id := range end {
+				ids = append(ids, fmt.Sprint(id))
+			}
+			var p Prompt
+			if fault := p.Read(Completions, []byte(`{"prompt":[`+strings.Join(ids, ",")+`]}`), true, seed); fault != None || len(p.Chain) != 2 {
+				t.Fatalf("%v, %d blocks", fault, len(p.Chain))
+			}
+			seen[p.Chain[1]] = true
+		}
+		return seen
+	}
+	if n := len(chains(known)); n != 1 {
+		t.Errorf("%d chains under the seed that the prompts were made for; the attack does not work, so nothing was tested", n)
+	}
+	if n := len(chains(secret)); n != prompts {
+		t.Errorf("%d chains of %d prompts under another seed", n, prompts)
+	}
+}
+
 func TestTruncated(t *testing.T) {
 	for _, test := range []struct {
 		body      string
