@@ -3,33 +3,35 @@
 package residency
 
 import (
-	"math/bits"
+	"slices"
 	"sync"
 	"unsafe"
 )
 
 const (
-	stripeBits  = 6
+	stripeBits  = 4
 	segmentBits = 5
 	stripeCount = 1 << stripeBits
+
+	// segmentLog is how many leading bits of a group's first hash say where it is.
+	segmentLog = stripeBits + segmentBits
 )
 
-// holders maps a block's hash to the lanes that hold it: the one structure that all
-// replicas share and that Match reads.
+// holders maps a block to the lanes that hold it: the one structure that all replicas
+// share and that Match reads.
 //
-// It is cut twice by the leading bits of the hash. The first cut gives 64 stripes with a
-// lock each, few enough that a batch of a few hundred changes takes each lock once for
-// several of them (a lock costs as much as a change), many enough that a reader seldom
-// meets a writer. The second cut gives each stripe 32 segments, small open-addressing
-// tables that grow alone: with 30 million pairs one has some 10,000 entries, so a writer
-// that must grow it holds its stripe for a fraction of a millisecond at worst, and the
-// whole is never rebuilt.
+// It is cut twice by the leading bits of the hash that a block's group begins with. The
+// first cut gives 16 stripes with a lock each, few enough that a batch has several changes
+// for each of them, whose cache misses overlap, and many enough that a reader seldom
+// meets a writer. The second cut gives each stripe 32 segments, small tables that grow
+// alone: with 30 million pairs one has some 10,000 lines, so a writer that must grow it
+// holds its stripe for a fraction of a millisecond at worst, and the whole is never
+// rebuilt.
 type holders struct {
 	stripes [stripeCount]stripe
 }
 
-// stripe is padded so that its lock shares no cache line with its segments and the first
-// half of a segment, all that most changes need of it, is on one line.
+// stripe is padded so that its lock shares no cache line with its segments.
 type stripe struct {
 	mu       sync.RWMutex
 	_        [64 - unsafe.Sizeof(sync.RWMutex{})]byte
@@ -52,35 +54,35 @@ func stripeOf(hash uint64) uint64 { return hash >> (64 - stripeBits) }
 func (h *holders) stripe(hash uint64) *stripe { return &h.stripes[stripeOf(hash)] }
 
 func (st *stripe) segment(hash uint64) *segment {
-	return &st.segments[hash>>(64-stripeBits-segmentBits)%(1<<segmentBits)]
+	return &st.segments[hash>>(64-segmentLog)%(1<<segmentBits)]
 }
 
-// count returns how many lanes hold the block.
-func (h *holders) count(hash uint64) int {
-	st := h.stripe(hash)
+// count returns how many lanes hold the last block of the path.
+func (h *holders) count(path []uint64) int {
+	st := h.stripe(path[0])
 	st.rlock()
-	seg := st.segment(hash)
-	n := seg.lanes.count(seg.get(hash))
+	seg := st.segment(path[0])
+	n := seg.lanes.count(seg.get(path))
 	st.mu.RUnlock()
 	return n
 }
 
-// has reports whether lane holds the block.
-func (h *holders) has(hash uint64, lane uint32) bool {
-	st := h.stripe(hash)
+// has reports whether lane holds the last block of the path.
+func (h *holders) has(path []uint64, lane uint32) bool {
+	st := h.stripe(path[0])
 	st.rlock()
-	seg := st.segment(hash)
-	held := seg.lanes.has(seg.get(hash), lane)
+	seg := st.segment(path[0])
+	held := seg.lanes.has(seg.get(path), lane)
 	st.mu.RUnlock()
 	return held
 }
 
-// appendLanes appends the lanes that hold the block to dst.
-func (h *holders) appendLanes(dst []uint16, hash uint64) []uint16 {
-	st := h.stripe(hash)
+// appendLanes appends the lanes that hold the last block of the path to dst.
+func (h *holders) appendLanes(dst []uint16, path []uint64) []uint16 {
+	st := h.stripe(path[0])
 	st.rlock()
-	seg := st.segment(hash)
-	dst = seg.lanes.appendLanes(dst, seg.get(hash))
+	seg := st.segment(path[0])
+	dst = seg.lanes.appendLanes(dst, seg.get(path))
 	st.mu.RUnlock()
 	return dst
 }
@@ -88,31 +90,43 @@ func (h *holders) appendLanes(dst []uint16, hash uint64) []uint16 {
 // publish books what b collected for lane: what it dropped and what it added.
 func (h *holders) publish(b *batch, lane uint32) {
 	for st, changes := range b.byStripe() {
-		h.stripes[st].apply(changes, lane)
+		b.warmed += h.stripes[st].apply(changes, lane)
 	}
 	b.reset()
 }
 
-func (st *stripe) apply(ch changes, lane uint32) {
+func (st *stripe) apply(ch changes, lane uint32) (warmed uint32) {
 	st.mu.Lock()
-	*ch.warmed += st.warm(ch.drops) + st.warm(ch.adds)
-	for _, hash := range ch.drops {
-		st.segment(hash).drop(hash, lane)
+	warmed = st.warm(ch)
+	for _, g := range ch.drops {
+		st.segment(g.hashes[0]).drop(g, lane)
 	}
-	for _, hash := range ch.adds {
-		st.segment(hash).add(hash, lane)
+	for _, g := range ch.adds {
+		st.segment(g.hashes[0]).add(g, lane)
 	}
 	st.mu.Unlock()
+	return warmed
 }
 
-// warm brings the buckets of the hashes into the processor's cache: misses cost a
-// fraction when it sees many of them in a row. It returns something to keep, so that the
-// reads are not optimised away.
-func (st *stripe) warm(hashes []uint64) uint64 {
-	sum := uint64(0)
-	for _, hash := range hashes {
-		if seg := st.segment(hash); seg.used > 0 {
-			sum += uint64(seg.buckets[seg.home(hash)].header)
+// warm brings what the changes will touch into the processor's cache: misses cost a
+// fraction when it sees many of them in a row. First the tables, then the lines.
+func (st *stripe) warm(ch changes) uint32 {
+	sum := uint32(0)
+	for _, groups := range [2][]*group{ch.drops, ch.adds} {
+		for _, g := range groups {
+			sum += st.segment(g.hashes[0]).numbers.warm(g.hashes[0], segmentLog)
+		}
+	}
+	for _, g := range ch.drops {
+		seg := st.segment(g.hashes[0])
+		if n := int(seg.numbers.guess(g.hashes[0], segmentLog)); n < len(seg.lines) {
+			sum += seg.lines[n].first
+		}
+	}
+	for _, g := range ch.adds {
+		seg := st.segment(g.hashes[0])
+		if n := seg.free; n != 0 {
+			sum += seg.line(n).first
 		}
 	}
 	return sum
@@ -127,166 +141,201 @@ func (h *holders) size() (blocks, bytes int) {
 		st.rlock()
 		for j := range st.segments {
 			seg := &st.segments[j]
-			blocks += int(seg.used)
-			bytes += cap(seg.buckets)*bucketBytes + cap(seg.lanes.words)*8
+			blocks += int(seg.blocks)
+			bytes += seg.bytes()
 		}
 		st.mu.RUnlock()
 	}
 	return blocks, bytes
 }
 
-// segment is an open-addressing table. Hash and holders sit side by side, five blocks
-// and a header to a cache line, a bucket, so that a lookup touches one line, seldom two.
-// Homes, overflow and removal are those of [numberTable]; growth by half keeps the load
-// between 57 % and 85 %.
+// segment stores lines, and finds them by their first block.
 type segment struct {
-	buckets []bucket
-	used    int32
+	numbers numberTable // of lines: index+1
+	lines   []line
+	free    uint32 // number of the first free line, 0 = none
+	live    int32  // lines in use
+	blocks  int32  // held by any lane
 	lanes   laneSlab
 }
 
-// bucket is a cache line. Its entries are the first length(), in any order.
-type bucket struct {
-	header  uint32 // as of numberBucket
-	entries [5]entry
+// line is some consecutive blocks of one group, a cache line. They are those from slot
+// first on, up to the first one that nobody holds; the hashes before first are those of
+// the blocks before. A lane that holds a block holds those before it too, so the sets
+// only get smaller along the line. Of a free line, hashes[0] is the next free one.
+type line struct {
+	hashes [groupBlocks]uint64
+	lanes  [groupBlocks]laneSet // 0 = nobody: vacant
+	first  uint32
 }
 
-// entry is one block. The hash is in two halves because a uint64 would align the entry
-// to 16 bytes instead of 12.
-type entry struct {
-	lo, hi uint32
-	lanes  laneSet
+const lineBytes = int(unsafe.Sizeof(line{}))
+
+func (ln *line) key() uint64 { return ln.hashes[ln.first] }
+
+// begins reports whether the last block of the path is the line's first.
+func (ln *line) begins(path []uint64) bool {
+	return int(ln.first) == len(path)-1 && slices.Equal(ln.hashes[:len(path)], path)
 }
 
-const (
-	bucketBytes   = int(unsafe.Sizeof(bucket{}))
-	bucketEntries = len(bucket{}.entries)
-)
+// holds reports whether the block is in the line at slot.
+func (ln *line) holds(slot int, hash uint64) bool {
+	return ln.lanes[slot] != 0 && ln.hashes[slot] == hash
+}
 
-func (e *entry) hash() uint64 { return uint64(e.hi)<<32 | uint64(e.lo) }
-
-func (bk *bucket) length() int  { return int(bk.header & lengthMask) }
-func (bk *bucket) passed() bool { return bk.header >= onePassed }
-func (bk *bucket) full() bool   { return bk.length() == bucketEntries }
-
-// find returns the entry with the hash, or nil.
-func (bk *bucket) find(hash uint64) *entry {
-	lo, hi := uint32(hash), uint32(hash>>32)
-	for i := range min(bk.length(), bucketEntries) {
-		if e := &bk.entries[i]; e.lo == lo && e.hi == hi {
-			return e
+// find returns the number of the line that begins with the last block of the path, or 0.
+func (seg *segment) find(path []uint64) uint32 {
+	hash := path[len(path)-1]
+	s := seg.numbers.search(hash, segmentLog)
+	for n := s.next(); n != 0; n = s.next() {
+		if seg.line(n).begins(path) {
+			return n
 		}
-	}
-	return nil
-}
-
-func (seg *segment) home(hash uint64) int {
-	at, _ := bits.Mul64(hash<<(stripeBits+segmentBits), uint64(len(seg.buckets)))
-	return int(at)
-}
-
-func (seg *segment) next(i int) int {
-	if i++; i < len(seg.buckets) {
-		return i
 	}
 	return 0
 }
 
-func (seg *segment) find(hash uint64) *entry {
-	i := seg.home(hash)
-	for range seg.buckets { // once around at most: every bucket may have been passed
-		bk := &seg.buckets[i]
-		if e := bk.find(hash); e != nil || !bk.passed() {
-			return e
+func (seg *segment) line(n uint32) *line { return &seg.lines[n-1] }
+
+// get returns who holds the last block of the path.
+func (seg *segment) get(path []uint64) laneSet {
+	for slot := 0; ; {
+		n := seg.find(path[:slot+1])
+		if n == 0 {
+			return 0
 		}
-		i = seg.next(i)
-	}
-	return nil
-}
-
-func (seg *segment) get(hash uint64) laneSet {
-	if e := seg.find(hash); e != nil {
-		return e.lanes
-	}
-	return 0
-}
-
-func (seg *segment) add(hash uint64, lane uint32) {
-	if e := seg.find(hash); e != nil {
-		e.lanes = seg.lanes.add(e.lanes, lane)
-		return
-	}
-	if int(seg.used)*20 >= len(seg.buckets)*bucketEntries*17 { // load 85 %
-		seg.resize(seg.larger(hash))
-	}
-	seg.place(entry{uint32(hash), uint32(hash >> 32), seg.lanes.add(0, lane)})
-	seg.used++
-}
-
-// larger is the size to grow to. Segments start at different sizes, depending on bits
-// that all hashes of a segment share, so that they do not all grow, and are not all half
-// empty, at the same time.
-func (seg *segment) larger(hash uint64) int {
-	first := 1 + int(hash>>(64-stripeBits-segmentBits)&1)
-	return max(first, len(seg.buckets)+1, len(seg.buckets)*3/2)
-}
-
-func (seg *segment) place(e entry) {
-	i := seg.home(e.hash())
-	for seg.buckets[i].full() {
-		seg.buckets[i].header += onePassed
-		i = seg.next(i)
-	}
-	bk := &seg.buckets[i]
-	bk.entries[bk.length()] = e
-	bk.header++
-}
-
-func (seg *segment) drop(hash uint64, lane uint32) {
-	e := seg.find(hash)
-	if e == nil {
-		return
-	}
-	if e.lanes = seg.lanes.remove(e.lanes, lane); e.lanes == 0 {
-		seg.delete(hash)
-	}
-	switch {
-	case int(seg.used)*4 < len(seg.buckets)*bucketEntries && len(seg.buckets) > 2:
-		seg.resize(int(seg.used)/3 + 1)
-	case seg.lanes.idle():
-		seg.resize(len(seg.buckets))
+		ln := seg.line(n)
+		for slot++; slot < len(path) && ln.holds(slot, path[slot]); slot++ {
+		}
+		if slot == len(path) {
+			return ln.lanes[slot-1]
+		}
 	}
 }
 
-// delete takes out a hash that is in the table.
-func (seg *segment) delete(hash uint64) {
-	for i := seg.home(hash); ; i = seg.next(i) {
-		bk := &seg.buckets[i]
-		if e := bk.find(hash); e != nil {
-			*e = bk.entries[bk.length()-1]
-			bk.header--
-			seg.used--
+// add books that lane, which holds the blocks before g.first, holds those up to g.end
+// too.
+func (seg *segment) add(g *group, lane uint32) {
+	last := uint32(0)
+	for slot, end := 0, int(g.end); slot < end; {
+		n := seg.find(g.hashes[:slot+1])
+		if n == 0 {
+			seg.fill(last, g, slot, lane)
 			return
 		}
-		bk.header -= onePassed
+		ln := seg.line(n)
+		for ; slot < end && ln.holds(slot, g.hashes[slot]); slot++ {
+			if slot >= int(g.first) {
+				ln.lanes[slot] = seg.lanes.add(ln.lanes[slot], lane)
+			}
+		}
+		last = n
 	}
 }
 
-// resize moves everything to a table of so many buckets and, when most of the slab is
-// idle, to a fresh slab.
-func (seg *segment) resize(size int) {
-	old, oldLanes := seg.buckets, seg.lanes
-	seg.buckets = make([]bucket, size)
-	compact := int(oldLanes.live) < len(oldLanes.words)/2
-	if compact {
-		seg.lanes = laneSlab{words: make([]uint64, 0, oldLanes.live)}
+// fill stores the group's blocks from slot on, of which nobody holds any: behind the
+// block before, which is in the line last, if there is room, else in a new line.
+func (seg *segment) fill(last uint32, g *group, slot int, lane uint32) {
+	if slot == 0 || seg.line(last).lanes[slot] != 0 {
+		last = seg.take(g.hashes[0])
+		*seg.line(last) = line{hashes: g.hashes, first: uint32(slot)}
+		seg.file(last)
 	}
-	for i := range old {
-		for _, e := range old[i].entries[:old[i].length()] {
-			if compact {
-				e.lanes = seg.lanes.moveFrom(&oldLanes, e.lanes)
+	ln := seg.line(last)
+	alone := seg.lanes.add(0, lane)
+	for ; slot < int(g.end); slot++ {
+		ln.hashes[slot] = g.hashes[slot]
+		ln.lanes[slot] = alone // a set of one is stored nowhere else, so it may be copied
+		seg.blocks++
+	}
+}
+
+// drop books that lane does not hold the group's blocks from g.first on any more.
+func (seg *segment) drop(g *group, lane uint32) {
+	for slot, end := 0, int(g.end); slot < end; {
+		n := seg.find(g.hashes[:slot+1])
+		if n == 0 {
+			break
+		}
+		ln := seg.line(n)
+		for ; slot < end && ln.holds(slot, g.hashes[slot]); slot++ {
+			if slot < int(g.first) {
+				continue
 			}
-			seg.place(e)
+			if ln.lanes[slot] = seg.lanes.remove(ln.lanes[slot], lane); ln.lanes[slot] == 0 {
+				seg.blocks--
+			}
+		}
+		if ln.lanes[ln.first] == 0 {
+			seg.release(n)
 		}
 	}
+	if len(seg.lines) > 4 && int(seg.live)*4 < len(seg.lines) || seg.lanes.idle() {
+		seg.compact()
+	}
+}
+
+func (seg *segment) file(n uint32) {
+	if seg.numbers.full() {
+		seg.numbers.resize(seg.numbers.larger(), segmentLog, seg.key)
+	}
+	seg.numbers.put(seg.key(n), n, segmentLog)
+}
+
+func (seg *segment) key(n uint32) uint64 { return seg.line(n).key() }
+
+// take returns the number of a line to use.
+func (seg *segment) take(hash uint64) uint32 {
+	seg.live++
+	if n := seg.free; n != 0 {
+		seg.free = uint32(seg.line(n).hashes[0])
+		return n
+	}
+	if len(seg.lines) == cap(seg.lines) {
+		grown := make([]line, len(seg.lines), seg.larger(hash))
+		copy(grown, seg.lines)
+		seg.lines = grown
+	}
+	seg.lines = append(seg.lines, line{})
+	return uint32(len(seg.lines))
+}
+
+// larger is how many lines to have room for next. Segments start at different sizes,
+// depending on bits that all hashes of a segment share, so that they do not all grow,
+// and are not all half empty, at the same time.
+func (seg *segment) larger(hash uint64) int {
+	first := 1 + int(hash>>(64-segmentLog)&1)
+	return max(first, len(seg.lines)+1, len(seg.lines)*5/4)
+}
+
+func (seg *segment) release(n uint32) {
+	seg.numbers.delete(seg.key(n), n, segmentLog)
+	seg.line(n).hashes[0] = uint64(seg.free)
+	seg.free = n
+	seg.live--
+}
+
+// compact moves everything to as little memory as it needs.
+func (seg *segment) compact() {
+	old := *seg
+	*seg = segment{blocks: old.blocks}
+	seg.numbers.buckets = make([]numberBucket, numberBuckets(int(old.live)))
+	seg.lines = make([]line, 0, old.live)
+	seg.lanes.words = make([]uint64, 0, old.lanes.live)
+	for i := range old.numbers.buckets {
+		bk := &old.numbers.buckets[i]
+		for _, e := range bk.entries[:bk.length()] {
+			ln := *old.line(e & numberMask)
+			for slot, set := range ln.lanes {
+				ln.lanes[slot] = seg.lanes.moveFrom(&old.lanes, set)
+			}
+			n := seg.take(ln.hashes[0])
+			*seg.line(n) = ln
+			seg.file(n)
+		}
+	}
+}
+
+func (seg *segment) bytes() int {
+	return len(seg.numbers.buckets)*numberBucketBytes + cap(seg.lines)*lineBytes + cap(seg.lanes.words)*8
 }

@@ -296,7 +296,7 @@ func (x *Index) Remove(slot Slot, chain []uint64, from int) {
 		return
 	}
 	if r := x.view.Load().replica(slot); r != nil {
-		r.remove(chain[from])
+		r.remove(groupPath(chain, from))
 	}
 }
 

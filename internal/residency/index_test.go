@@ -279,8 +279,11 @@ func checkInvariants(tb testing.TB, x *Index) {
 			tb.Fatalf("slot %d: %v", slot, err)
 		}
 		for n := r.cache.at(0).next; n != 0; n = r.cache.at(n).next {
-			if hash := r.cache.at(n).hash; !v.holders.has(hash, r.lane) {
-				tb.Fatalf("slot %d holds block %x, but the table does not say so", slot, hash)
+			nd := r.cache.at(n)
+			for slot := nd.first; slot < nd.end; slot++ {
+				if !v.holders.has(nd.hashes[:slot+1], r.lane) {
+					tb.Fatalf("slot %d holds block %x, but the table does not say so", v.lanes[r.lane], nd.hashes[slot])
+				}
 			}
 		}
 		pairs += r.cache.len
@@ -301,36 +304,65 @@ func checkInvariants(tb testing.TB, x *Index) {
 }
 
 func checkSegment(seg *segment) (pairs int, err error) {
-	used, live, passed := 0, 0, 0
-	for i := range seg.buckets {
-		bk := &seg.buckets[i]
-		passed += int(bk.header >> 8)
+	lines, blocks, words := 0, 0, 0
+	for i := range seg.numbers.buckets {
+		bk := &seg.numbers.buckets[i]
 		for _, e := range bk.entries[:bk.length()] {
-			used++
-			pairs += seg.lanes.count(e.lanes)
-			if e.lanes.wide() {
-				live += 1 << e.lanes.class()
+			n := e & numberMask
+			ln := seg.line(n)
+			if seg.find(ln.hashes[:ln.first+1]) != n || ln.lanes[ln.first] == 0 {
+				return 0, fmt.Errorf("line %d is vacant or not found", n)
 			}
-			for at := seg.home(e.hash()); at != i; at = seg.next(at) {
-				passed--
-			}
-			if e.lanes == 0 || seg.get(e.hash()) != e.lanes {
-				return 0, fmt.Errorf("hash %x has holders %x, found %x", e.hash(), e.lanes, seg.get(e.hash()))
+			lines++
+			for slot := int(ln.first); slot < groupBlocks && ln.lanes[slot] != 0; slot++ {
+				set := ln.lanes[slot]
+				blocks++
+				pairs += seg.lanes.count(set)
+				if set.wide() {
+					words += 1 << set.class()
+				}
+				if got := seg.get(ln.hashes[:slot+1]); got != set {
+					return 0, fmt.Errorf("hash %x has holders %x, found %x", ln.hashes[slot], set, got)
+				}
+				if slot > int(ln.first) && seg.lanes.count(set) > seg.lanes.count(ln.lanes[slot-1]) {
+					return 0, fmt.Errorf("hash %x has more holders than the block before", ln.hashes[slot])
+				}
 			}
 		}
 	}
-	if used != int(seg.used) || live != int(seg.lanes.live) {
-		return 0, fmt.Errorf("%d entries and %d words, counted as %d and %d", used, live, seg.used, seg.lanes.live)
+	if lines != int(seg.live) || blocks != int(seg.blocks) || words != int(seg.lanes.live) {
+		return 0, fmt.Errorf("%d lines, %d blocks and %d words, counted as %d, %d and %d", lines, blocks, words, seg.live, seg.blocks, seg.lanes.live)
 	}
-	if passed != 0 {
-		return 0, fmt.Errorf("buckets count %d too many passed entries", passed)
+	for n := seg.free; n != 0; n = uint32(seg.line(n).hashes[0]) {
+		lines++
 	}
-	return pairs, nil
+	if lines != len(seg.lines) {
+		return 0, fmt.Errorf("%d lines in use or free, want %d", lines, len(seg.lines))
+	}
+	return pairs, checkNumbers(&seg.numbers, segmentLog, seg.key)
+}
+
+func checkNumbers(t *numberTable, log uint, key func(uint32) uint64) error {
+	used, passed := 0, 0
+	for i := range t.buckets {
+		bk := &t.buckets[i]
+		passed += int(bk.header >> 8)
+		for _, e := range bk.entries[:bk.length()] {
+			used++
+			for at := t.home(key(e&numberMask), log); at != i; at = t.next(at) {
+				passed--
+			}
+		}
+	}
+	if used != t.used || passed != 0 {
+		return fmt.Errorf("%d numbers, counted as %d; buckets count %d too many passed", used, t.used, passed)
+	}
+	return nil
 }
 
 func checkCache(c *cache) error {
 	seen := map[uint32]uint32{0: 0} // node: children found
-	prev, count := uint32(0), 0
+	prev, nodes, blocks := uint32(0), 0, 0
 	for n := c.at(0).next; n != 0; prev, n = n, c.at(n).next {
 		nd := c.at(n)
 		if nd.prev != prev {
@@ -339,12 +371,19 @@ func checkCache(c *cache) error {
 		if _, ok := seen[nd.parent]; !ok {
 			return fmt.Errorf("node %d stands before its parent %d", n, nd.parent)
 		}
+		if nd.first >= nd.end || nd.end > groupBlocks {
+			return fmt.Errorf("node %d has blocks %d to %d of its group", n, nd.first, nd.end)
+		}
+		if parent := c.at(nd.parent); nd.first > 0 && (parent.end != nd.first || !slices.Equal(parent.hashes[:nd.first], nd.hashes[:nd.first])) {
+			return fmt.Errorf("node %d does not continue its parent %d", n, nd.parent)
+		}
 		seen[nd.parent]++
 		seen[n] = 0
-		if c.find(nd.hash) != n {
-			return fmt.Errorf("hash %x is found at node %d, want %d", nd.hash, c.find(nd.hash), n)
+		if found := c.find(nd.hashes[:nd.first+1]); found != n {
+			return fmt.Errorf("hash %x is found at node %d, want %d", nd.key(), found, n)
 		}
-		count++
+		nodes++
+		blocks += nd.blocks()
 	}
 	if c.at(0).prev != prev {
 		return fmt.Errorf("the list ends at %d, want %d", c.at(0).prev, prev)
@@ -358,9 +397,13 @@ func checkCache(c *cache) error {
 	for i := range c.numbers {
 		used += c.numbers[i].used
 		buckets += cap(c.numbers[i].buckets)
+		if err := checkNumbers(&c.numbers[i], c.numberLog, func(n uint32) uint64 { return c.at(n).key() }); err != nil {
+			return err
+		}
 	}
-	if count != c.len || used != c.len || buckets != c.buckets || count > c.capacity {
-		return fmt.Errorf("%d nodes, %d numbers, %d buckets; counted as %d, %d, %d; capacity %d", count, used, buckets, c.len, c.len, c.buckets, c.capacity)
+	if nodes != c.nodes || blocks != c.len || used != c.nodes || buckets != c.buckets || blocks > c.capacity {
+		return fmt.Errorf("%d nodes, %d blocks, %d numbers, %d buckets; counted as %d, %d, %d, %d; capacity %d",
+			nodes, blocks, used, buckets, c.nodes, c.len, c.nodes, c.buckets, c.capacity)
 	}
 	return nil
 }

@@ -72,7 +72,7 @@ func TestSlabReuse(t *testing.T) {
 	for round := range 10 {
 		for block := range uint64(blocks) {
 			for lane := range uint32(lanes) {
-				seg.add(mix(block), lane)
+				seg.add(lonely(block), lane)
 			}
 		}
 		// Bitmaps of 256 lanes, and what the smaller ones before them left to be reused.
@@ -84,13 +84,13 @@ func TestSlabReuse(t *testing.T) {
 		}
 		for block := range uint64(blocks) {
 			for lane := range uint32(lanes - 50) {
-				seg.drop(mix(block), lane)
+				seg.drop(lonely(block), lane)
 			}
 		}
 	}
 	for block := range uint64(blocks) {
 		for lane := uint32(1); lane < lanes; lane++ {
-			seg.drop(mix(block), lane)
+			seg.drop(lonely(block), lane)
 		}
 	}
 	if n := len(seg.lanes.words); n >= 64 {
@@ -101,16 +101,18 @@ func TestSlabReuse(t *testing.T) {
 	}
 }
 
-// TestSegmentAlignment pins the layout that stripe's comment promises.
-func TestSegmentAlignment(t *testing.T) {
-	if size := unsafe.Sizeof(segment{}); size != 96 {
-		t.Errorf("a segment is %d bytes, want 96, so that its first 32 never straddle a cache line", size)
+// lonely is a group of one block.
+func lonely(block uint64) *group {
+	return &group{hashes: [groupBlocks]uint64{mix(block)}, end: 1}
+}
+
+// TestAlignment pins that what is stored by the million is a cache line.
+func TestAlignment(t *testing.T) {
+	if lineBytes != 64 || numberBucketBytes != 64 || nodeBytes != 64 {
+		t.Errorf("lines, buckets and nodes are %d, %d and %d bytes, want 64", lineBytes, numberBucketBytes, nodeBytes)
 	}
 	if offset := unsafe.Offsetof(stripe{}.segments); offset != 64 || unsafe.Sizeof(stripe{})%64 != 0 {
 		t.Errorf("segments start at byte %d of %d in a stripe, want 64 of a multiple of 64", offset, unsafe.Sizeof(stripe{}))
-	}
-	if bucketBytes != 64 || numberBucketBytes != 64 {
-		t.Errorf("buckets are %d and %d bytes, want a cache line of 64", bucketBytes, numberBucketBytes)
 	}
 }
 

@@ -45,7 +45,7 @@ func (v *view) match(chain []uint64, out []int32) []int32 {
 	out = out[:len(v.slots)]
 	clear(out)
 	if len(chain) > 0 {
-		if n := v.holders.count(chain[0]); n > 0 {
+		if n := v.holders.count(groupPath(chain, 0)); n > 0 {
 			v.search(chain, n, out)
 		}
 	}
@@ -70,7 +70,7 @@ type search struct {
 type probe struct{ at, holders int }
 
 func (s *search) probe(at int) probe {
-	return probe{at, s.view.holders.count(s.chain[at])}
+	return probe{at, s.view.holders.count(groupPath(s.chain, at))}
 }
 
 // run probes until nobody holds the block, then works back.
@@ -79,7 +79,7 @@ func (s *search) run(first probe) {
 	probes[0] = first
 	n, end := 1, probe{at: len(s.chain)}
 	for at := 0; at < len(s.chain)-1; n++ {
-		at = min(2*at+1, len(s.chain)-1)
+		at = min(2*at+groupBlocks, len(s.chain)-1)
 		probes[n] = s.probe(at)
 		if probes[n].holders == 0 {
 			end = probes[n]
@@ -100,16 +100,29 @@ func (s *search) resolve(lo, hi probe) {
 			s.stop(lo.at)
 			return
 		}
-		mid := s.probe(int(uint(lo.at+hi.at) / 2))
+		mid := s.probe(between(lo.at, hi.at))
 		s.resolve(mid, hi)
 		hi = mid
 	}
 }
 
+// between returns a place in the middle, the start of a group if there is one: its block
+// is found at once.
+func between(lo, hi int) int {
+	mid := lo + (hi-lo)/2
+	if hi-lo <= groupBlocks {
+		return mid
+	}
+	if start := mid - mid%groupBlocks; start > lo {
+		return start
+	}
+	return lo - lo%groupBlocks + groupBlocks
+}
+
 // stop books the block at as the last one held, for all its holders that were not seen
 // further on.
 func (s *search) stop(at int) {
-	for _, lane := range s.view.holders.appendLanes(s.lanes[:0], s.chain[at]) {
+	for _, lane := range s.view.holders.appendLanes(s.lanes[:0], groupPath(s.chain, at)) {
 		slot := s.view.slotOf(lane)
 		if slot >= 0 && s.out[slot] == 0 {
 			s.out[slot] = int32(at + 1)
@@ -125,7 +138,7 @@ func (v *view) matchOne(slot Slot, chain []uint64) int {
 	held, missing := 0, len(chain) // chain[:held] is held, chain[missing:] is not
 	for step := 1; held < missing; step *= 2 {
 		at := min(held+step, missing) - 1
-		if !v.holders.has(chain[at], r.lane) {
+		if !v.holders.has(groupPath(chain, at), r.lane) {
 			missing = at
 			break
 		}
@@ -133,7 +146,7 @@ func (v *view) matchOne(slot Slot, chain []uint64) int {
 	}
 	for held < missing {
 		mid := int(uint(held+missing) / 2)
-		if v.holders.has(chain[mid], r.lane) {
+		if v.holders.has(groupPath(chain, mid), r.lane) {
 			held = mid + 1
 		} else {
 			missing = mid

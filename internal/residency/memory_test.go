@@ -3,6 +3,7 @@
 package residency
 
 import (
+	"math/rand/v2"
 	"runtime"
 	"testing"
 )
@@ -47,4 +48,32 @@ func TestMemoryPerPair(t *testing.T) {
 		t.Errorf("an empty index has %d blocks and %d pairs", s.Blocks, s.Pairs)
 	}
 	runtime.KeepAlive(x)
+}
+
+// TestMemoryOfFragments: where prompts leave each other after a few blocks, records are
+// partly empty. The worst there is, a prompt with one block of its own in the middle of a
+// group, must stay bounded.
+func TestMemoryOfFragments(t *testing.T) {
+	for _, test := range []struct {
+		own   int // blocks of each prompt after 63 shared ones
+		limit float64
+	}{{own: 1, limit: 170}, {own: 4, limit: 90}, {own: 16, limit: 48}} {
+		before := heap()
+		x := New()
+		rng := rand.New(rand.NewPCG(1, 2))
+		system := randomChain(rng, nil, 63)
+		for range 8 {
+			slot := x.Join(fleetCapacity)
+			for x.Len(slot) < fleetCapacity {
+				x.Insert(slot, randomChain(rng, system, test.own))
+			}
+		}
+		used := heap() - before
+		perPair := float64(used) / float64(x.Stats().Pairs)
+		t.Logf("prompts of %d own blocks: %.1f bytes a pair", test.own, perPair)
+		if perPair > test.limit {
+			t.Errorf("prompts of %d own blocks: %.1f bytes a pair, want at most %v", test.own, perPair, test.limit)
+		}
+		runtime.KeepAlive(x)
+	}
 }

@@ -43,19 +43,22 @@ func (r *replica) insert(chain []uint64) {
 	defer b.free()
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.dead.Load() {
+		return
+	}
 	r.cache.capacity = int(r.capacity.Load())
 	chain = chain[:min(len(chain), r.cache.capacity)]
-	var last uint32
-	for ok := true; ok && len(chain) > 0 && !r.dead.Load(); {
-		n := min(len(chain), chunk)
-		last, ok = r.cache.insert(last, chain[:n], b)
-		chain = chain[n:]
-		r.evicted(len(b.drops))
+	at, last, ok := r.cache.touch(chain)
+	for ok && at < len(chain) && !r.dead.Load() {
+		to := min(at-at%groupBlocks+chunk, len(chain))
+		last, ok = r.cache.extend(chain, at, to, last, b)
+		at = to
+		r.evicted(b.dropped())
 		r.publish(b)
 	}
 }
 
-func (r *replica) remove(hash uint64) {
+func (r *replica) remove(path []uint64) {
 	b := newBatch()
 	defer b.free()
 	r.mu.Lock()
@@ -63,7 +66,7 @@ func (r *replica) remove(hash uint64) {
 	if r.dead.Load() {
 		return
 	}
-	r.cache.remove(hash, b, func() { r.publish(b) })
+	r.cache.remove(path, b, func() { r.publish(b) })
 	r.publish(b)
 }
 
@@ -84,7 +87,7 @@ func (r *replica) trimChunk(b *batch) (more bool) {
 	}
 	r.cache.capacity = int(r.capacity.Load())
 	more = r.cache.trim(b)
-	r.evicted(len(b.drops))
+	r.evicted(b.dropped())
 	r.publish(b)
 	if !more && r.cache.oversized() {
 		r.cache = r.cache.compacted()
@@ -100,7 +103,7 @@ func (r *replica) empty() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for more := true; more; {
-		more = r.cache.forget(chunk, b)
+		_, more = r.cache.forget(chunk, b)
 		r.publish(b)
 	}
 	r.cache = newCache(int(r.capacity.Load()))
@@ -112,8 +115,9 @@ func (r *replica) sweep(budget int, b *batch) (swept int, more bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for more = true; more && swept < budget; {
-		more = r.cache.forget(budget-swept, b)
-		swept += len(b.drops)
+		var dropped int
+		dropped, more = r.cache.forget(budget-swept, b)
+		swept += dropped
 		r.publish(b)
 	}
 	if !more {
