@@ -61,7 +61,7 @@ func (e *vllmFleet) testExample(t *testing.T) {
 	e.reset(t)
 	p := startExample(t, e.addrs)
 	t.Run("Answers", func(t *testing.T) { answersAreVLLMs(t, p) })
-	t.Run("GrowingChats", func(t *testing.T) { growingVLLMChats(t, p) })
+	t.Run("GrowingChats", func(t *testing.T) { growingVLLMChats(t, p, e.addrs) })
 	t.Run("Prediction", func(t *testing.T) { predictedAndCounted(t, p, e.addrs) })
 	p.awaitIdle()
 }
@@ -105,9 +105,14 @@ func answersAreVLLMs(t *testing.T, p *proxy) {
 	}
 }
 
-// growingVLLMChats lets 6 chats take turns 8 times.
-func growingVLLMChats(t *testing.T, p *proxy) {
+// growingVLLMChats lets 6 chats take turns 8 times. Each begins with rules of its own, longer than a block of text:
+// chats that begin with less are told apart by nothing, so all may find the same home, and there outgrow its cache.
+func growingVLLMChats(t *testing.T, p *proxy, addrs []string) {
+	p.awaitScrapes(addrs...) // which tell the size of that cache, and the length of a token
 	chats := make([][]message, 6)
+	for i := range chats {
+		chats[i] = []message{{"system", text(fmt.Sprintf("rules of chat %d", i), 600)}}
+	}
 	before := make([]int, len(chats)) // prompt tokens of the turn before
 	homes := make([]string, len(chats))
 	var possible, cached int
@@ -119,7 +124,7 @@ func growingVLLMChats(t *testing.T, p *proxy) {
 			if turn == 0 {
 				homes[i] = a.replica()
 			} else if a.replica() != homes[i] {
-				t.Errorf("chat %d moved at turn %d from %s to %s", i, turn, homes[i], a.replica())
+				t.Errorf("chat %d moved at turn %d from %s to %s; %d tokens of it were cached", i, turn, homes[i], a.replica(), r.Usage.Details.Cached)
 			}
 			possible += before[i] / poolBlock * poolBlock
 			cached += r.Usage.Details.Cached
@@ -128,7 +133,7 @@ func growingVLLMChats(t *testing.T, p *proxy) {
 		}
 	}
 	share := float64(cached) / float64(possible)
-	t.Logf("%d of %d tokens that could be cached were: %.4f", cached, possible, share)
+	t.Logf("%d of %d tokens that could be cached were: %.4f; the chats' homes: %v", cached, possible, share, homes)
 	if share < 0.95 {
 		t.Errorf("%.3f of the tokens that could be cached were, want 0.95", share)
 	}

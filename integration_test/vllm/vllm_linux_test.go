@@ -3,9 +3,7 @@
 package vllm_test
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -25,6 +23,9 @@ import (
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/integration_test/vllm"
 )
+
+// The tests here need no engine: that the real one starts and ends with a [vllm.Fleet], the tests in the folder above
+// show, which start it once for all of them.
 
 // fakeEngineEnv turns this test binary into a stand-in for vLLM's API server: its
 // value is "serve", or a complaint to log before it ends at once.
@@ -309,68 +310,6 @@ func freeAddress(t *testing.T) string {
 	}
 	defer l.Close()
 	return l.Addr().String()
-}
-
-// TestVLLM is the one test here that runs the real engine.
-func TestVLLM(t *testing.T) {
-	if testing.Short() {
-		t.Skip("starts a real vLLM")
-	}
-	ctx, cancel := context.WithTimeout(t.Context(), 8*time.Minute)
-	defer cancel()
-	fleet, err := vllm.Start(ctx, vllm.Options{})
-	if errors.Is(err, vllm.ErrUnavailable) {
-		t.Skipf("NO REAL ENGINE TESTED: %v", err)
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-	}()
-	// The prompt fills at least 31 blocks of 32 tokens: a byte is a token.
-	prompt := strings.Repeat("The quick brown fox. ", 48)
-	if got := cachedTokens(t, fleet, prompt); got != 0 {
-		t.Errorf("first request: %d cached tokens, want 0", got)
-	}
-	if got := cachedTokens(t, fleet, prompt); got < 31*32 {
-		t.Errorf("second request: %d cached tokens, want at least %d", got, 31*32)
-	}
-}
-
-// cachedTokens sends prompt to replica 0 and returns how many of its tokens the
-// engine found in its cache.
-func cachedTokens(t *testing.T, fleet *vllm.Fleet, prompt string) int {
-	t.Helper()
-	body, err := json.Marshal(map[string]any{
-		"model": fleet.Model, "max_tokens": 1,
-		"messages": []map[string]string{{"role": "user", "content": prompt}},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, fleet.URLs[0]+"/v1/chat/completions", bytes.NewReader(body))
-	if err != nil {
-		t.Fatal(err)
-	}
-	req.Header.Set("Content-Type", "application/json")
-	answer, err := roundTrip(req)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var completion struct {
-		Usage struct {
-			Details struct {
-				CachedTokens *int `json:"cached_tokens"`
-			} `json:"prompt_tokens_details"`
-		}
-	}
-	if err := json.Unmarshal([]byte(answer), &completion); err != nil || completion.Usage.Details.CachedTokens == nil {
-		t.Fatalf("no cached_tokens in %s (%v)", answer, err)
-	}
-	return *completion.Usage.Details.CachedTokens
 }
 
 func get(t *testing.T, url string) string {
