@@ -83,7 +83,7 @@ func (a *API) fleets(r *http.Request) (any, error) {
 	}
 	out := make([]Fleet, 0, len(list))
 	for _, p := range list {
-		out = append(out, fleetOf(p, time.Now()))
+		out = append(out, Describe(p, time.Now()))
 	}
 	return out, nil
 }
@@ -97,7 +97,7 @@ func (a *API) replicas(r *http.Request) (any, error) {
 	}
 	out, seen := []Replica{}, make(map[string]bool)
 	for _, p := range list {
-		for _, replica := range fleetOf(p, time.Now()).Replicas {
+		for _, replica := range Describe(p, time.Now()).Replicas {
 			if !seen[replica.Address] {
 				seen[replica.Address] = true
 				out = append(out, replica)
@@ -154,7 +154,7 @@ var errNoPolicy = errors.New("no kv_cache_aware or prefix_hash policy is in the 
 
 // asked lists the policies that a request asks for: those of one fleet, or all.
 func asked(r *http.Request) ([]Policy, error) {
-	list := policies()
+	list := Policies()
 	name := r.URL.Query().Get("fleet")
 	if name == "" {
 		return list, nil

@@ -92,7 +92,7 @@ func wanted(r *http.Request) (*fleet.Replica, []Policy, error) {
 	}
 	var in []Policy
 	var found *fleet.Replica
-	for _, p := range policies() {
+	for _, p := range Policies() {
 		if m := member([]Policy{p}, addr); m != nil {
 			in, found = append(in, p), m
 		}

@@ -48,9 +48,9 @@ func Show(p Policy) (hide func()) {
 	}
 }
 
-// policies lists what is shown, each fleet once, in the order of their names.
+// Policies lists what is shown, each fleet once, in the order of their names.
 // While a config is replaced, the newer policy of a name answers.
-func policies() []Policy {
+func Policies() []Policy {
 	shown.Lock()
 	all := slices.Clone(shown.policies)
 	shown.Unlock()

@@ -9,7 +9,8 @@ import (
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
 
-func fleetOf(p Policy, now time.Time) Fleet {
+// Describe tells all that is known of a policy's fleet.
+func Describe(p Policy, now time.Time) Fleet {
 	f := p.Fleet()
 	out := Fleet{
 		Name:          f.Name,

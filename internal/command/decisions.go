@@ -15,6 +15,7 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/figures"
 )
 
 func init() { subcommands = append(subcommands, newDecisions) }
@@ -97,7 +98,7 @@ func printDecisions(out io.Writer, list []admin.Decision, now time.Time) {
 		if d.Waited > 0 {
 			wait = fmt.Sprintf("%.1fs", d.Waited)
 		}
-		fmt.Fprintf(out, row, shortAge(max(0, now.Sub(d.At).Seconds())), nameWidth, fit(clean(d.Replica), nameWidth), d.Reason,
-			compact(d.PromptTokens), compact(d.HitTokens), tokens(d.Cost), tokens(d.NextCost), wait, d.Key[:min(8, len(d.Key))])
+		fmt.Fprintf(out, row, figures.Age(max(0, now.Sub(d.At).Seconds())), nameWidth, fit(clean(d.Replica), nameWidth), d.Reason,
+			figures.Compact(d.PromptTokens), figures.Compact(d.HitTokens), tokens(d.Cost), tokens(d.NextCost), wait, d.Key[:min(8, len(d.Key))])
 	}
 }

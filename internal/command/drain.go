@@ -11,6 +11,7 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/figures"
 )
 
 func init() { subcommands = append(subcommands, newDrain, newUndrain, newForget) }
@@ -101,7 +102,7 @@ func newOperation(o operation) *cobra.Command {
 		if raw {
 			return printJSON(cmd.OutOrStdout(), done)
 		}
-		_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s (%s in flight)\n", clean(done.Message), plural(int(done.InFlight), "request"))
+		_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s (%s in flight)\n", clean(done.Message), figures.Plural(int(done.InFlight), "request"))
 		return err
 	}
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {

@@ -14,6 +14,7 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/figures"
 )
 
 func init() { subcommands = append(subcommands, newExplain) }
@@ -123,7 +124,7 @@ var because = map[string]string{
 }
 
 func printExplanation(out io.Writer, x *admin.Explanation) {
-	fmt.Fprintf(out, "%s (%s): API %s, %s tokens in %s", clean(x.Fleet), x.Policy, x.API, compact(x.PromptTokens), plural(x.Blocks, "block"))
+	fmt.Fprintf(out, "%s (%s): API %s, %s tokens in %s", clean(x.Fleet), x.Policy, x.API, figures.Compact(x.PromptTokens), figures.Plural(x.Blocks, "block"))
 	if x.Truncated {
 		fmt.Fprint(out, " up to max_body")
 	}
@@ -137,7 +138,7 @@ func printExplanation(out io.Writer, x *admin.Explanation) {
 		fmt.Fprintf(out, "the fallback policy decides (%s):\n  %s\n", x.Reason, because[x.Reason])
 	}
 	if x.Waits {
-		fmt.Fprintf(out, "is held back until there is room, behind %s\n", plural(x.Ahead, "request"))
+		fmt.Fprintf(out, "is held back until there is room, behind %s\n", figures.Plural(x.Ahead, "request"))
 	}
 	fmt.Fprintln(out)
 	if x.Policy == "prefix_hash" {
@@ -154,7 +155,7 @@ func printCosts(out io.Writer, x *admin.Explanation) {
 		c := &x.Candidates[i]
 		cells := []any{mark(c), nameWidth, fit(clean(c.Replica), nameWidth), standing(c), tokens(c.Matched)}
 		if k := c.Cost; k != nil {
-			cells = append(cells, compact(k.Queue), compact(k.Compute), compact(k.Requests), compact(k.Pressure), compact(k.Total))
+			cells = append(cells, figures.Compact(k.Queue), figures.Compact(k.Compute), figures.Compact(k.Requests), figures.Compact(k.Pressure), figures.Compact(k.Total))
 		} else {
 			cells = append(cells, "-", "-", "-", "-", "-")
 		}
@@ -194,5 +195,5 @@ func tokens(v *float64) string {
 	if v == nil {
 		return "-"
 	}
-	return compact(*v)
+	return figures.Compact(*v)
 }

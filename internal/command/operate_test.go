@@ -380,19 +380,3 @@ func TestRates(t *testing.T) {
 	}
 	fits(t, out)
 }
-
-func TestCompact(t *testing.T) {
-	for v, want := range map[float64]string{
-		0: "0", 7.4: "7", 999: "999", 999.4: "999", 999.6: "1.0k", 1234: "1.2k", 9940: "9.9k", 9960: "10k",
-		999_400: "999k", 999_600: "1.0M", 12_345_678: "12M", 2e9: "2G",
-	} {
-		if got := compact(v); got != want {
-			t.Errorf("compact(%v) = %q, want %q", v, got, want)
-		}
-	}
-	for v, want := range map[float64]string{0.4: "0s", 61: "61s", 100: "2m", 7200: "2h", 1e6: "12d", 1e12: "99d"} {
-		if got := shortAge(v); got != want {
-			t.Errorf("shortAge(%v) = %q, want %q", v, got, want)
-		}
-	}
-}

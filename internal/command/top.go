@@ -17,6 +17,7 @@ import (
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/figures"
 )
 
 func init() { subcommands = append(subcommands, newTop) }
@@ -108,7 +109,7 @@ func page(fleets, before []admin.Fleet, ago time.Duration) string {
 		f := &fleets[i]
 		if was := findFleet(before, f.Name); was != nil && ago > 0 {
 			requests, computed := sinceLast(f, was)
-			fmt.Fprintf(&out, "%s requests/s  %s prompt tokens/s computed\n", compact(requests/ago.Seconds()), compact(computed/ago.Seconds()))
+			fmt.Fprintf(&out, "%s requests/s  %s prompt tokens/s computed\n", figures.Compact(requests/ago.Seconds()), figures.Compact(computed/ago.Seconds()))
 		}
 		printFleet(&out, f)
 	}
