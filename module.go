@@ -8,6 +8,8 @@ package kvcache
 import (
 	// The admin API under /kv_cache/.
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache/internal/admin"
+	// The handler kv_cache_page.
+	_ "github.com/seed-2fa47a1e/caddy-kv-cache/internal/page"
 	// The command caddy kv-cache.
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache/internal/command"
 	// The load-balancing policies.

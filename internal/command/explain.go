@@ -102,27 +102,6 @@ func (f *explainFlags) run(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-// because says in words what a reason means.
-var because = map[string]string{
-	"match":       "it holds the longest part of the prompt",
-	"balance":     "another holds more of the prompt, but costs more",
-	"no_match":    "no replica holds any of the prompt; it costs least there",
-	"home":        "it is the prompt's home",
-	"overflow":    "the prompt's home is over its bound; it is the next in order",
-	"pinned":      "the session is pinned to it",
-	"only":        "no other replica can be chosen",
-	"none":        "no replica is available",
-	"no_prompt":   "the path is of no API that computes a prompt",
-	"no_body":     "the request has no body",
-	"not_json":    "the body is not JSON",
-	"cut_json":    "the body's JSON has no end",
-	"no_text":     "no prompt is found in the body's JSON",
-	"too_deep":    "the body's JSON is nested deeper than any prompt",
-	"encoded":     "the body is compressed",
-	"incremental": "the request must be forwarded as it comes",
-	"body_error":  "reading the body failed",
-}
-
 func printExplanation(out io.Writer, x *admin.Explanation) {
 	fmt.Fprintf(out, "%s (%s): API %s, %s tokens in %s", clean(x.Fleet), x.Policy, x.API, figures.Compact(x.PromptTokens), figures.Plural(x.Blocks, "block"))
 	if x.Truncated {
@@ -131,11 +110,11 @@ func printExplanation(out io.Writer, x *admin.Explanation) {
 	fmt.Fprintln(out)
 	switch {
 	case x.Replica != "":
-		fmt.Fprintf(out, "goes to %s (%s):\n  %s\n", clean(x.Replica), x.Reason, because[x.Reason])
+		fmt.Fprintf(out, "goes to %s (%s):\n  %s\n", clean(x.Replica), x.Reason, admin.Because[x.Reason])
 	case x.Reason == "none":
-		fmt.Fprintf(out, "goes nowhere: %s\n", because[x.Reason])
+		fmt.Fprintf(out, "goes nowhere: %s\n", admin.Because[x.Reason])
 	default:
-		fmt.Fprintf(out, "the fallback policy decides (%s):\n  %s\n", x.Reason, because[x.Reason])
+		fmt.Fprintf(out, "the fallback policy decides (%s):\n  %s\n", x.Reason, admin.Because[x.Reason])
 	}
 	if x.Waits {
 		fmt.Fprintf(out, "is held back until there is room, behind %s\n", figures.Plural(x.Ahead, "request"))
