@@ -50,6 +50,7 @@ func (p *printer) introduce(d *demo.Demo) {
 		p.say("Prompts begin with random characters, others for each policy, so that no run finds what another left in the caches.")
 	}
 	p.stress("Caddy takes requests at %s", d.URL())
+	p.say("and shows what the policies do at %s", d.URL()+demo.PagePath)
 	p.say("Each policy gets the same %d requests.", d.Requests())
 	fmt.Fprintln(p)
 }
@@ -144,10 +145,11 @@ look at X-Replica, X-Reason and cached_tokens:
     "max_tokens": 8, "messages": [{"role": "user",
     "content": "'"$(seq -s ' ' 500)"'"}]}'
 
+Live page:            %[4]s%[8]s
 Metrics of Caddy:     %[6]s/metrics
 Metrics of a replica: http://%[7]s/metrics
 Press Ctrl-C to end.
-`, p.bold, policy.Name, p.plain, d.URL(), d.Model(), d.AdminURL(), d.Replicas()[0])
+`, p.bold, policy.Name, p.plain, d.URL(), d.Model(), d.AdminURL(), d.Replicas()[0], demo.PagePath)
 }
 
 func hitRate(o demo.Outcome) string {

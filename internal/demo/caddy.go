@@ -18,6 +18,7 @@ import (
 	_ "github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
+	_ "github.com/seed-2fa47a1e/caddy-kv-cache/internal/page"
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache/selection"
 )
 
@@ -29,6 +30,9 @@ const (
 	headerSession = "X-Session-ID"
 )
 
+// PagePath is where Caddy shows its live page.
+const PagePath = "/kv-cache"
+
 // shortestPoll is what kv_cache_aware allows.
 const shortestPoll = 50 * time.Millisecond
 
@@ -38,7 +42,7 @@ const shortestPoll = 50 * time.Millisecond
 // simulated replica, does so itself.
 func (d *Demo) caddyfile(p Policy) string {
 	host, port, _ := net.SplitHostPort(d.listen)
-	site := []string{"reverse_proxy " + strings.Join(d.addrs, " ") + " {",
+	site := []string{"kv_cache_page " + PagePath, "reverse_proxy " + strings.Join(d.addrs, " ") + " {",
 		"lb_policy " + p.Name + d.block(p),
 		"transport http {", "keepalive 4s", "keepalive_idle_conns_per_host 1024", "}",
 		"header_down " + headerReplica + " {http.reverse_proxy.upstream.hostport}",

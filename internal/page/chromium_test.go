@@ -71,7 +71,7 @@ func TestChromium(t *testing.T) {
 				t.Errorf("the browser complains: %q", out)
 			}
 			if *pictures != "" {
-				save(t, b.Open(t, sharp(screen), "http://"+s.addr+"/kv"), "page-"+screen.Name())
+				save(t, b.Open(t, sharp(screen), "http://"+s.addr+"/kv"), nameOf(screen))
 			}
 		})
 	}
@@ -92,6 +92,18 @@ const contrast = `(() => {
 func sharp(s browser.Screen) browser.Screen {
 	s.Scale = 1.5
 	return s
+}
+
+// nameOf is page-light for a desktop, page-phone-dark for a phone in the dark.
+func nameOf(s browser.Screen) string {
+	name := "page"
+	if s.Width == browser.Phone.Width {
+		name += "-phone"
+	}
+	if s.Dark {
+		return name + "-dark"
+	}
+	return name + "-light"
 }
 
 // save keeps a picture of the page.

@@ -297,3 +297,31 @@ func BenchmarkLeave(b *testing.B) {
 	b.ReportMetric(float64(cleared.Microseconds())/float64(b.N), "µs/clear")
 	b.ReportMetric(float64(worst.Microseconds()), "µs/worst")
 }
+
+// BenchmarkHeaviest looks for shared prefixes in full caches, and compares how
+// long a replica's lock is held for that with how long an Insert of as many new
+// blocks holds it.
+func BenchmarkHeaviest(b *testing.B) {
+	x, _ := fullFleet(fleetReplicas, fleetCapacity, sharedBlocks)
+	slots := make([]Slot, fleetReplicas)
+	for i := range slots {
+		slots[i] = Slot(i)
+	}
+	rng := rand.New(rand.NewPCG(11, 12))
+	var insert, look time.Duration
+	for b.Loop() {
+		x.Heaviest(slots, 1<<16, 12)
+		b.StopTimer()
+		r := x.view.Load().replica(Slot(rng.IntN(fleetReplicas)))
+		var links [chunkGroups]link
+		start := time.Now()
+		r.glance(nil, links[:])
+		look += time.Since(start)
+		chain := randomChain(rng, nil, chunk)
+		start = time.Now()
+		r.insert(chain)
+		insert += time.Since(start)
+		b.StartTimer()
+	}
+	b.ReportMetric(float64(look)/float64(insert), "locked-x-of-insert")
+}
