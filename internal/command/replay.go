@@ -70,7 +70,7 @@ type replayFlags struct {
 	rate                         float64
 	seeds, copies, limit, chats  int
 	seed                         uint64
-	report                       string
+	report, plot                 string
 	json                         bool
 }
 
@@ -102,6 +102,7 @@ func newReplay() *cobra.Command {
 	flags.IntVar(&f.limit, "limit", 0, "requests of a trace without sessions to play (default: all)")
 	flags.IntVar(&f.chats, "chats", 400, "conversations of the made-up workload")
 	flags.StringVar(&f.report, "report", "", "write a page with plots to this file")
+	flags.StringVar(&f.plot, "plot", "", "write the plot of times to first token to this file (SVG)")
 	flags.BoolVar(&f.json, "json", false, "print a JSON object per policy")
 	f.complete(cmd)
 	cmd.RunE = caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) {
@@ -163,10 +164,8 @@ func (f *replayFlags) play(ctx context.Context, args []string, typed string, out
 		return err
 	}
 	report.Facts = f.facts(study, skipped)
-	if f.report != "" {
-		if err := writeReport(f.report, &report); err != nil {
-			return err
-		}
+	if err := errors.Join(writeFile(f.report, report.Write), writeFile(f.plot, report.WritePlot)); err != nil {
+		return err
 	}
 	if f.json {
 		return printResults(out, report.Results)
@@ -320,7 +319,7 @@ func typed(cmd *cobra.Command) string {
 	}
 	cmd.Flags().Visit(func(flag *pflag.Flag) {
 		switch values, many := flag.Value.(pflag.SliceValue); {
-		case flag.Name == "report":
+		case flag.Name == "report" || flag.Name == "plot":
 		case flag.Value.Type() == "bool":
 			words = append(words, "--"+flag.Name)
 		case many && flag.Value.Type() == "stringArray":
@@ -375,12 +374,16 @@ func listed[T any](values []T) string {
 	return strings.Join(words, ", ")
 }
 
-func writeReport(name string, r *replay.Report) error {
+// writeFile has a file written, unless it has no name.
+func writeFile(name string, write func(io.Writer) error) error {
+	if name == "" {
+		return nil
+	}
 	file, err := os.Create(name)
 	if err != nil {
 		return err
 	}
-	return errors.Join(r.Write(file), file.Close())
+	return errors.Join(write(file), file.Close())
 }
 
 // replayTable compares policies.

@@ -134,8 +134,9 @@ var explained = map[string]string{
 
 // Share is a reason and how often it decided.
 type Share struct {
-	Reason, Meaning, Colour string
-	Percent                 float64
+	Reason, Meaning string
+	Colour          template.CSS
+	Percent         float64
 }
 
 // Reasons lists the shares of a result's reasons, the largest first.
@@ -148,7 +149,7 @@ func (r Result) Reasons() []Share {
 	var shares []Share
 	for reason, n := range r.Detail.Reasons {
 		at := max(0, slices.Index(names, reason))
-		shares = append(shares, Share{reason, explained[reason], palette[at%len(palette)], 100 * float64(n) / float64(max(1, all))})
+		shares = append(shares, Share{reason, explained[reason], template.CSS(colour(at)), 100 * float64(n) / float64(max(1, all))})
 	}
 	slices.SortFunc(shares, func(a, b Share) int {
 		if a.Percent != b.Percent {
@@ -157,6 +158,19 @@ func (r Result) Reasons() []Share {
 		return strings.Compare(a.Reason, b.Reason)
 	})
 	return shares
+}
+
+// Meanings lists the reasons of all results, each once.
+func (r *Report) Meanings() []Share {
+	var all []Share
+	for _, x := range r.Results {
+		for _, s := range x.Reasons() {
+			if !slices.ContainsFunc(all, func(o Share) bool { return o.Reason == s.Reason }) {
+				all = append(all, s)
+			}
+		}
+	}
+	return all
 }
 
 // Loads are the shares of a result's replicas, in percent of a fair share.
