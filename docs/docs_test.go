@@ -175,6 +175,28 @@ func TestLinks(t *testing.T) {
 	}
 }
 
+var picture = regexp.MustCompile(`(?:src|srcset)="([^"]+)"`)
+
+// TestPictures checks that pictures are there, and small enough to look at on the
+// way.
+func TestPictures(t *testing.T) {
+	n := 0
+	for file, page := range pages(t) {
+		for _, m := range picture.FindAllStringSubmatch(page, -1) {
+			n++
+			info, err := os.Stat(filepath.Join(filepath.Dir(file), m[1]))
+			if err != nil {
+				t.Errorf("%s: %v", file, err)
+			} else if info.Size() > 200_000 {
+				t.Errorf("%s: %s has %d kB", file, m[1], info.Size()/1000)
+			}
+		}
+	}
+	if n < 5 {
+		t.Errorf("only %d pictures", n)
+	}
+}
+
 // hasSection tells whether a page has a heading of an anchor, as GitHub makes them.
 func hasSection(page, anchor string) bool {
 	for line := range strings.Lines(page) {

@@ -364,6 +364,19 @@ func TestReport(t *testing.T) {
 	if err := new(Report).Write(io.Discard); err == nil {
 		t.Error("a report about nothing")
 	}
+	var plot bytes.Buffer
+	if err := report.WritePlot(&plot); err != nil {
+		t.Fatal(err)
+	}
+	wellFormed(t, plot.String())
+	for _, want := range []string{">kv_cache_aware</text>", ">least_conn</text>", "prefers-color-scheme:dark", "<polyline"} {
+		if !strings.Contains(plot.String(), want) {
+			t.Errorf("the plot lacks %q", want)
+		}
+	}
+	if err := new(Report).WritePlot(io.Discard); err == nil {
+		t.Error("a plot of nothing")
+	}
 }
 
 func wellFormed(t *testing.T, svg string) {
