@@ -17,17 +17,26 @@ import (
 // The transport may still read when an attempt or the whole request is over
 // (an engine that answers before it has the whole body). So a reader that is
 // not the latest gives no more bytes of the rest, and the buffer goes back to
-// its pool only when the request is over and every reader is closed.
+// its pool when the request is over and every reader is closed, or earlier: at
+// the last byte of head, where nobody will want it again.
 type body struct {
 	mu     sync.Mutex
 	buf    *[]byte   // pooled; nil once it was given back
 	head   []byte    // what was peeked, in *buf
+	size   int       // of head, also when that was given back
 	rest   io.Reader // what follows head, nil if head is the whole body
 	err    error     // without a rest: how the body ended, io.EOF or the client's read error
-	eaten  bool      // some of rest was read: another attempt can't have it
+	eaten  bool      // some of rest was read, or head was given back: another attempt can't have it
 	latest *reader
 	open   int  // readers not closed
 	over   bool // no further attempt will come
+
+	// once tells that no attempt comes after one that has read some of the
+	// body. wanted asks whether head is to be kept all the same, nil for no.
+	// Both are set before the first attempt reads.
+	once   bool
+	wanted func() bool
+	lent   bool // to another policy, which may read it before any attempt does
 }
 
 // reader is one attempt's view of a body. Its Close does not close the
@@ -39,7 +48,7 @@ type reader struct {
 }
 
 var (
-	errBodySpent = errors.New("request body is larger than max_body and was partly sent already, so it can't be sent again")
+	errBodySpent = errors.New("request body was sent already and is not at hand any more (larger than max_body, or no retry was to be expected), so it can't be sent again")
 	errBodyGone  = errors.New("request body read after its attempt ended")
 )
 
@@ -57,7 +66,7 @@ func peek(r *http.Request, limit int) (b *body, whole bool) {
 	if err == nil && r.ContentLength == int64(n) {
 		err = io.EOF
 	}
-	b = &body{buf: buf, head: (*buf)[:n], err: err}
+	b = &body{buf: buf, head: (*buf)[:n], size: n, err: err}
 	if err == nil {
 		b.rest = r.Body
 	}
@@ -79,16 +88,23 @@ func (r *reader) Read(p []byte) (int, error) {
 	b := r.body
 	b.mu.Lock()
 	switch {
-	case r.closed || b.buf == nil:
+	case r.closed:
 		b.mu.Unlock()
 		return 0, errBodyGone
 	case r.off == 0 && b.eaten:
 		b.mu.Unlock()
 		return 0, errBodySpent
-	case r.off < len(b.head):
+	case r.off < b.size && b.buf == nil:
+		b.mu.Unlock()
+		return 0, errBodyGone
+	case r.off < b.size:
 		n := copy(p, b.head[r.off:])
 		r.off += n
+		sent := r.off == b.size && b.once && !b.lent
 		b.mu.Unlock()
+		if sent {
+			b.sent()
+		}
 		return n, nil
 	case b.rest == nil:
 		b.mu.Unlock()
@@ -116,6 +132,29 @@ func (r *reader) Close() error {
 	return nil
 }
 
+// sent gives head back, of which an attempt has read all, if nobody wants it
+// any more.
+func (b *body) sent() {
+	if b.wanted != nil && b.wanted() { // without the lock: it may take a while
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.eaten = true
+	b.release()
+}
+
+// lend notes that what reads the body now is another policy and no attempt, or
+// that it is so no longer.
+func (b *body) lend(lent bool) {
+	if b == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.lent = lent
+}
+
 // finish notes that no further attempt will come.
 func (b *body) finish() {
 	b.mu.Lock()
@@ -125,9 +164,16 @@ func (b *body) finish() {
 }
 
 func (b *body) free() {
-	if b.over && b.open == 0 && b.buf != nil {
+	if b.over && b.open == 0 {
+		b.release()
+		b.rest = nil
+	}
+}
+
+func (b *body) release() {
+	if b.buf != nil {
 		giveBack(b.buf)
-		b.buf, b.head, b.rest = nil, nil, nil
+		b.buf, b.head = nil, nil
 	}
 }
 
@@ -158,31 +204,42 @@ func grow(old *[]byte, size int) *[]byte {
 	return bigger
 }
 
-// Buffers come in powers of two from 4 KiB to 16 MiB.
+// Buffers come in four sizes for each power of two, from 4 KiB to 16 MiB: with
+// one, a body of 256 KiB, read with a byte more to see its end, would take 512.
 const (
-	smallestBuffer = 12
+	smallestBuffer = 12 // log2
 	largestBuffer  = 24
+	sizesPerPower  = 4
 )
 
-var buffers [largestBuffer - smallestBuffer + 1]sync.Pool
+var buffers [(largestBuffer-smallestBuffer)*sizesPerPower + 1]sync.Pool
+
+// classOf returns the place among buffers of the smallest that has the size,
+// and its own size.
+func classOf(size int) (class, whole int) {
+	size = max(size, 1<<smallestBuffer)
+	power := bits.Len(uint(size)) - 1
+	step := 1 << power / sizesPerPower
+	steps := (size - 1<<power + step - 1) / step
+	return (power-smallestBuffer)*sizesPerPower + steps, 1<<power + steps*step
+}
 
 func borrow(size int) *[]byte {
-	class := max(bits.Len(uint(max(size, 1)-1)), smallestBuffer)
-	if class > largestBuffer {
+	class, whole := classOf(size)
+	if class >= len(buffers) {
 		b := make([]byte, size)
 		return &b
 	}
-	if b, ok := buffers[class-smallestBuffer].Get().(*[]byte); ok {
+	if b, ok := buffers[class].Get().(*[]byte); ok {
 		return b
 	}
-	b := make([]byte, 1<<class)
+	b := make([]byte, whole)
 	return &b
 }
 
 func giveBack(b *[]byte) {
-	class := bits.Len(uint(len(*b) - 1))
-	if class < smallestBuffer || class > largestBuffer || len(*b) != 1<<class {
-		return
+	class, whole := classOf(len(*b))
+	if class < len(buffers) && len(*b) == whole {
+		buffers[class].Put(b)
 	}
-	buffers[class-smallestBuffer].Put(b)
 }

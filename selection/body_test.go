@@ -298,10 +298,54 @@ func TestBodyConcurrently(t *testing.T) {
 	}
 }
 
+// Where no retry is to be expected once an attempt reads, the buffer is given back at
+// the last byte of what was peeked at, unless it is wanted or lent to another policy.
+func TestBufferGoesWhenSent(t *testing.T) {
+	text := textOf(3000)
+	for _, test := range []struct {
+		name  string
+		limit int
+		set   func(b *body)
+		kept  bool
+	}{
+		{name: "whole", limit: 5000, set: func(b *body) { b.once = true }},
+		{name: "beyond the limit", limit: 1000, set: func(b *body) { b.once = true }},
+		{name: "a retry may come", limit: 5000, set: func(*body) {}, kept: true},
+		{name: "wanted", limit: 5000, set: func(b *body) { b.once, b.wanted = true, func() bool { return true } }, kept: true},
+		{name: "not wanted", limit: 5000, set: func(b *body) { b.once, b.wanted = true, func() bool { return false } }},
+		{name: "lent", limit: 5000, set: func(b *body) { b.once = true; b.lend(true) }, kept: true},
+		{name: "lent before", limit: 5000, set: func(b *body) { b.once = true; b.lend(true); b.lend(false) }},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			r := requestWith(bytes.NewReader(text), int64(len(text)))
+			b, _ := peek(r, test.limit)
+			test.set(b)
+			if _, err := io.CopyN(io.Discard, r.Body, int64(min(test.limit, len(text))-1)); err != nil {
+				t.Fatal(err)
+			}
+			if b.buf == nil {
+				t.Fatal("given back before the last byte was read")
+			}
+			got, err := io.ReadAll(r.Body)
+			if want := text[min(test.limit, len(text))-1:]; err != nil || !bytes.Equal(got, want) {
+				t.Fatalf("then got %d bytes and %v, want %d", len(got), err, len(want))
+			}
+			if kept := b.buf != nil; kept != test.kept {
+				t.Errorf("kept is %v", kept)
+			}
+			if test.limit < len(text) || !test.kept {
+				if n, err := b.attempt().Read(make([]byte, 1)); n != 0 || !errors.Is(err, errBodySpent) {
+					t.Errorf("another attempt got %d bytes and %v, want %v", n, err, errBodySpent)
+				}
+			}
+		})
+	}
+}
+
 func TestBuffersAreOfTheirClass(t *testing.T) {
-	for _, size := range []int{0, 1, 4096, 4097, 1 << 20, 1<<24 - 1, 1 << 24, 1<<24 + 1} {
+	for _, size := range []int{0, 1, 4096, 4097, 5120, 5121, 1 << 18, 1<<18 + 1, 1 << 20, 1<<24 - 1, 1 << 24, 1<<24 + 1} {
 		b := borrow(size)
-		if len(*b) < size {
+		if len(*b) < size || len(*b) > max(4096, size*5/4) {
 			t.Errorf("borrow(%d) is %d bytes", size, len(*b))
 		}
 		giveBack(b)
@@ -311,7 +355,7 @@ func TestBuffersAreOfTheirClass(t *testing.T) {
 	}
 	odd := make([]byte, 5000)
 	giveBack(&odd)
-	if b := borrow(5000); len(*b) != 8192 {
+	if b := borrow(5000); len(*b) != 5120 {
 		t.Errorf("a buffer of %d bytes came out of the pool", len(*b))
 	}
 }

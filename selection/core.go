@@ -82,6 +82,7 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 	}
 	handler := parent(ctx)
 	c.handler = handler
+	c.outlook.retry = retriesOf(handler)
 	c.dynamic = handler != nil && handler.DynamicUpstreamsRaw != nil
 	settings := fleet.Config{Logger: c.logger, Capacity: cfg.kvCapacity, Changed: cfg.changed}
 	c.changed = cfg.changed

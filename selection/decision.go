@@ -15,6 +15,7 @@ import (
 
 	"github.com/caddyserver/caddy/v2"
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	"go.uber.org/zap"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
@@ -68,6 +69,41 @@ type outlook struct {
 	limit  int    // bytes of body to look at
 	seed   uint64 // of the block chain
 	tenant string // with placeholders; empty if tenants are not told apart
+	retry  retries
+}
+
+// retries says which requests the proxy may send again after an attempt that
+// has sent some of the body.
+type retries int
+
+const (
+	retriesAny  retries = iota // or not known
+	retriesGET                 // others only if no connection could be made
+	retriesNone                // none
+)
+
+// retriesOf reads the proxy's options. At this time its matchers are not
+// loaded, and a nil transport stands for Caddy's own. What other transports do
+// with a body before they have a connection isn't known.
+func retriesOf(h *reverseproxy.Handler) retries {
+	if h == nil || h.LoadBalancing == nil {
+		return retriesAny
+	}
+	if _, own := h.Transport.(*reverseproxy.HTTPTransport); h.Transport != nil && !own {
+		return retriesAny
+	}
+	switch lb := h.LoadBalancing; {
+	case lb.Retries == 0 && lb.TryDuration == 0:
+		return retriesNone
+	case len(lb.RetryMatchRaw) == 0:
+		return retriesGET
+	}
+	return retriesAny
+}
+
+// once tells whether no attempt comes after one that has sent some of the body.
+func (t retries) once(method string) bool {
+	return t == retriesNone || t == retriesGET && method != http.MethodGet
 }
 
 // scratch prompts are read into, so that finding the chain's length costs no
@@ -110,6 +146,7 @@ func (d *decision) read(r *http.Request, o *outlook) Reason {
 	}
 	b, whole := peek(r, o.limit)
 	d.body = b
+	b.once = o.retry.once(r.Method)
 	if b.err != nil && b.err != io.EOF {
 		return ReasonBodyError
 	}

@@ -168,19 +168,20 @@ func proxied(h *reverseproxy.Handler) (scheme string, config *tls.Config) {
 // has answered it, if it is one to learn from.
 func (d *decision) teach() {
 	a := d.answered
-	if a == nil || d.pupil == nil || d.body == nil || d.prompt.Truncated {
-		return
-	}
-	sent := fleet.Sent{
-		Replica: a.replica, Path: d.path, Model: d.prompt.Model,
-		Chain: d.prompt.Chain, Bytes: d.prompt.Bytes,
-	}
-	if !d.pupil.Learns(&sent, len(d.body.head)) {
+	if a == nil || d.pupil == nil || d.body == nil || !d.teaches() {
 		return
 	}
 	if body := d.body.whole(); body != nil {
-		d.pupil.Learn(sent, body)
+		d.pupil.Learn(fleet.Sent{
+			Replica: a.replica, Path: d.path, Model: d.prompt.Model,
+			Chain: d.prompt.Chain, Bytes: d.prompt.Bytes,
+		}, body)
 	}
+}
+
+// teaches tells whether there is something to learn from the request's body.
+func (d *decision) teaches() bool {
+	return !d.prompt.Truncated && d.pupil.Learns(&fleet.Sent{Chain: d.prompt.Chain}, d.body.size)
 }
 
 // whole returns a copy of the body, nil if not all of it is at hand.

@@ -44,8 +44,9 @@ type KVCacheAware struct {
 	RequestCost float64 `json:"request_cost,omitempty"`
 
 	// How many bytes of a request's body are looked at, at most. What is beyond
-	// is forwarded unseen. Each request in flight keeps up to this much in
-	// memory. Default: 4MiB.
+	// is forwarded unseen. Each request keeps up to this much in memory until
+	// it is sent; with lb_retry_match, which may ask for it again, until it is
+	// answered. Default: 4MiB.
 	MaxBody int64 `json:"max_body,omitempty"`
 
 	// The size of a replica's KV cache, in tokens, where its engine does not
@@ -183,6 +184,7 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	}
 	if first && d.reason == "" && p.KVEvents != nil {
 		d.pupil, d.path = p.fleet, r.URL.Path
+		d.body.wanted = d.teaches
 	}
 	if p.otherDecides(d) {
 		return p.selectOther(d, pool, r, w, start)

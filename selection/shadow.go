@@ -184,6 +184,8 @@ func prefillTime(tokens, rate float64) time.Duration {
 // delegate lets another policy choose among the replicas that this request has
 // not tried and that are not barred, as long as there are any.
 func (c *core) delegate(policy reverseproxy.Selector, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, bar bar, now time.Time) *reverseproxy.Upstream {
+	d.body.lend(true)
+	defer d.body.lend(false)
 	untried := c.leaveOut(pool, func(p *fleet.Replica) bool { return d.tried(p) }, now)
 	allowed := c.leaveOut(untried, func(p *fleet.Replica) bool { return bar(p.Avoided(now)) }, now)
 	if u := policy.Select(allowed, r, w); u != nil {
