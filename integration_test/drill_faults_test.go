@@ -3,24 +3,17 @@
 package integration
 
 import (
-	"bufio"
 	"context"
 	"fmt"
 	"io"
-	"log"
 	"math/rand/v2"
-	"net"
 	"net/http"
-	"net/http/httptest"
-	"net/http/httputil"
-	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
-	"testing"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
@@ -37,7 +30,10 @@ const exampleOptions = "lb_retries 2\nlb_try_interval 100ms\nfail_duration 10s\n
 // retryStatus retries answers of an engine that can't, too.
 const retryStatus = "\nlb_retry_match {\nmethod POST\nexpression `{rp.status_code} in [429, 500, 503]`\n}"
 
-var drills = []drill{
+var drills = slices.Concat(faults, networks, processes)
+
+// faults are drills whose fault lies in engines, in their metrics or in what clients do.
+var faults = []drill{
 	{
 		number: "01", name: "killed with streams open", spread: true, excused: []string{cut}, compare: true,
 		disturb: func(x *exercise) { x.busiest().Stop() },
@@ -45,7 +41,7 @@ var drills = []drill{
 	},
 	{
 		number: "02", name: "refuses connections", compare: true, options: exampleOptions,
-		others: func(t *testing.T) []string { return []string{freeAddr(t)} },
+		others: func(x *exercise) []string { return []string{freeAddr(x)} },
 	},
 	{
 		number: "03", name: "accepts and never answers", spread: true,
@@ -98,16 +94,8 @@ var drills = []drill{
 		},
 	},
 	{
-		number: "05", name: "breaks off in the middle of answers", excused: []string{cut}, compare: true,
-		front: func(x *exercise, s *enginesim.Server) string {
-			first := s == x.fleet[0]
-			return x.frontOf(s, false, func(w http.ResponseWriter) http.ResponseWriter {
-				if first && x.faulty.Load() {
-					return &cutter{w, 100}
-				}
-				return w
-			})
-		},
+		number: "05a", name: "breaks off in the middle of answers", excused: []string{cut}, compare: true,
+		front:   func(x *exercise, s *enginesim.Server) string { return x.brokenFront(s, 100, false) },
 		disturb: func(x *exercise) { x.faulty.Store(true) },
 		mend:    func(x *exercise) { x.faulty.Store(false) },
 	},
@@ -308,24 +296,12 @@ var drills = []drill{
 	{
 		number: "36a", name: "engines close idle connections after 1 s, Caddy after 0.5 s", disturb: atTheLastMoment,
 		engine:  func(_ int, c *enginesim.ServerConfig) { c.IdleTimeout = time.Second },
-		options: strings.Replace(drillOptions, "keepalive 4s", "keepalive 500ms", 1),
+		options: strings.Replace(drillOptions, "keepalive 2s", "keepalive 500ms", 1),
 	},
 	{
 		number: "36b", name: "engines close idle connections after 1 s, Caddy after 4 s", disturb: atTheLastMoment, compare: true,
 		engine:  func(_ int, c *enginesim.ServerConfig) { c.IdleTimeout = time.Second },
 		excused: []string{"status 502", "status 503"},
-	},
-	{
-		number: "37", name: "upstreams speak HTTP/2 without TLS",
-		front:   func(x *exercise, s *enginesim.Server) string { return x.frontOf(s, true, nil) },
-		options: strings.Replace(drillOptions, "keepalive 4s", "keepalive 4s\nversions h2c 2", 1),
-	},
-	{
-		number: "38", name: "websocket beside the load",
-		site: func(x *exercise) string {
-			return "handle /ws {\nreverse_proxy " + echo(x.T) + " {\nlb_policy kv_cache_aware {\nname ws\nmetrics_off\n}\n}\n}\n"
-		},
-		disturb: talkByWebsocket,
 	},
 	{
 		number: "39", name: "two Caddys, one dies", resend: true, excused: []string{cut},
@@ -443,9 +419,14 @@ func (x *exercise) startAgain(s *enginesim.Server) {
 // awaitUse waits until a request that begins from now on is answered by an engine.
 func (x *exercise) awaitUse(s *enginesim.Server) {
 	x.Helper()
+	x.awaitUseOf(s.Addr())
+}
+
+func (x *exercise) awaitUseOf(addr string) {
+	x.Helper()
 	begin := time.Now()
-	await(x, s.Addr()+" to get requests again", func() bool {
-		return len(x.of(func(r record) bool { return r.began.After(begin) && r.replica == s.Addr() && r.kind == "" })) > 0
+	await(x, addr+" to get requests again", func() bool {
+		return len(x.of(func(r record) bool { return r.began.After(begin) && r.replica == addr && r.kind == "" })) > 0
 	})
 }
 
@@ -541,100 +522,6 @@ func (x *exercise) sendSlowly(i int) {
 		x.Error(err)
 	}
 	_ = reader.Close()
-}
-
-// frontOf stands before an engine, speaks HTTP/2 too if wanted, and may change how answers are written.
-func (x *exercise) frontOf(s *enginesim.Server, h2c bool, wrap func(http.ResponseWriter) http.ResponseWriter) string {
-	target, err := url.Parse(s.URL())
-	if err != nil {
-		x.Fatal(err)
-	}
-	inner := httputil.NewSingleHostReverseProxy(target)
-	transport := new(http.Transport)
-	inner.Transport, inner.FlushInterval = transport, -1
-	inner.ErrorLog = log.New(io.Discard, "", 0)
-	front := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if wrap != nil && r.Method == http.MethodPost {
-			w = wrap(w)
-		}
-		inner.ServeHTTP(w, r)
-	}))
-	front.Config.ErrorLog = inner.ErrorLog
-	if h2c {
-		front.Config.Protocols = new(http.Protocols)
-		front.Config.Protocols.SetHTTP1(true)
-		front.Config.Protocols.SetUnencryptedHTTP2(true)
-	}
-	front.Start()
-	x.Cleanup(func() {
-		front.CloseClientConnections()
-		front.Close()
-		transport.CloseIdleConnections()
-	})
-	return front.Listener.Addr().String()
-}
-
-// cutter ends the connection after so many bytes of an answer's body.
-type cutter struct {
-	http.ResponseWriter
-	left int
-}
-
-func (c *cutter) Write(p []byte) (int, error) {
-	if len(p) <= c.left {
-		c.left -= len(p)
-		return c.ResponseWriter.Write(p)
-	}
-	_, _ = c.ResponseWriter.Write(p[:c.left])
-	_ = http.NewResponseController(c.ResponseWriter).Flush()
-	panic(http.ErrAbortHandler)
-}
-
-func (c *cutter) Unwrap() http.ResponseWriter { return c.ResponseWriter }
-
-// echo starts a server that upgrades connections and sends back what it gets.
-func echo(t *testing.T) string {
-	var open sync.WaitGroup
-	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		conn, _, err := http.NewResponseController(w).Hijack()
-		if err != nil {
-			return
-		}
-		open.Add(1)
-		defer open.Done()
-		defer conn.Close()
-		_, _ = io.WriteString(conn, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-		_, _ = io.Copy(conn, conn)
-	}))
-	t.Cleanup(func() { s.Close(); open.Wait() })
-	return s.Listener.Addr().String()
-}
-
-// talkByWebsocket sends lines and wants them back while the load goes on.
-func talkByWebsocket(x *exercise) {
-	conn, err := net.Dial("tcp", x.proxy.addr)
-	if err != nil {
-		x.Fatal(err)
-	}
-	defer conn.Close()
-	_ = conn.SetDeadline(time.Now().Add(patience))
-	_, _ = fmt.Fprintf(conn, "GET /ws HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n", x.proxy.addr)
-	lines := bufio.NewReader(conn)
-	resp, err := http.ReadResponse(lines, nil)
-	if err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
-		x.Fatalf("the upgrade: %v %v", resp, err)
-	}
-	var said atomic.Int64
-	for begin := time.Now(); time.Since(begin) < 2*time.Second; said.Add(1) {
-		want := fmt.Sprintf("line %d\n", said.Load())
-		if _, err := io.WriteString(conn, want); err != nil {
-			x.Fatal(err)
-		}
-		if got, err := lines.ReadString('\n'); got != want {
-			x.Fatalf("%q came back as %q: %v", want, got, err)
-		}
-		time.Sleep(5 * time.Millisecond)
-	}
 }
 
 // startSecond starts another Caddy before the same fleet, which the drill ends.

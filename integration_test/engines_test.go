@@ -49,7 +49,10 @@ func at(tb testing.TB, fleet enginesim.Fleet, addr string) *enginesim.Server {
 
 // aware is a reverse_proxy by kv_cache_aware, polling often, with further options of the policy.
 func aware(addrs []string, policy, options string) string {
-	return reverseProxy(addrs, "kv_cache_aware {\nmetrics_interval 100ms\n"+policy+"\n}", options)
+	if !strings.Contains(policy, "metrics_interval") && !strings.Contains(policy, "metrics_off") {
+		policy += "\nmetrics_interval 100ms"
+	}
+	return reverseProxy(addrs, "kv_cache_aware {\n"+policy+"\n}", options)
 }
 
 // blind is one without polling.

@@ -24,6 +24,7 @@ import (
 	"testing"
 	"time"
 
+	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"go.uber.org/goleak"
@@ -104,9 +105,12 @@ type proxy struct {
 	cmd    *exec.Cmd
 	exited chan struct{}
 	client *http.Client
-	config int    // number of the latest configuration, which its answers have in X-Config
-	level  string // of the log
-	page   string // URL of its metrics
+	config int      // number of the latest configuration, which its answers have in X-Config
+	level  string   // of the log
+	page   string   // URL of its metrics
+	env    []string // further variables of the process
+	files  int      // that it may have open; 0 for as many as the system allows
+	ended  sync.Once
 }
 
 // start runs Caddy with one site of the given directives until the test ends. Its page of metrics is
@@ -168,7 +172,10 @@ func (p *proxy) run(config string) {
 		p.tb.Fatal(err)
 	}
 	p.cmd = exec.Command(binary(p.tb), "run", "--config", file, "--adapter", "caddyfile")
-	p.cmd.Env = environment(p.dir)
+	if p.files > 0 {
+		p.cmd = exec.Command("sh", append([]string{"-c", fmt.Sprintf(`ulimit -n %d && exec "$0" "$@"`, p.files)}, p.cmd.Args...)...)
+	}
+	p.cmd.Env = append(environment(p.dir), p.env...)
 	p.cmd.Stdout, p.cmd.Stderr = &p.log, &p.log
 	if err := p.cmd.Start(); err != nil {
 		p.tb.Fatal(err)
@@ -190,7 +197,9 @@ func (p *proxy) run(config string) {
 }
 
 // stop ends the process as `caddy stop` does, and checks that it went well until the last moment.
-func (p *proxy) stop() {
+func (p *proxy) stop() { p.ended.Do(p.end) }
+
+func (p *proxy) end() {
 	select {
 	case <-p.exited:
 		p.tb.Errorf("Caddy ended by itself: %v", p.cmd.ProcessState)
@@ -282,9 +291,8 @@ func (p *proxy) metricsPage() answer {
 	return exchange(p.client, r)
 }
 
-// metric sums the values of a family of Caddy's metrics over all label sets that include those given,
-// as name, value, name, value. A histogram counts its observations. It is 0 if there are none.
-func (p *proxy) metric(name string, labels ...string) float64 {
+// families reads Caddy's page of metrics.
+func (p *proxy) families() map[string]*dto.MetricFamily {
 	p.tb.Helper()
 	page := p.metricsPage()
 	if err := page.bad(); err != nil {
@@ -295,9 +303,16 @@ func (p *proxy) metric(name string, labels ...string) float64 {
 	if err != nil {
 		p.tb.Fatalf("Caddy's page of metrics: %v\n%.300q", err, page.body)
 	}
+	return families
+}
+
+// metric sums the values of a family of Caddy's metrics over all label sets that include those given,
+// as name, value, name, value. A histogram counts its observations. It is 0 if there are none.
+func (p *proxy) metric(name string, labels ...string) float64 {
+	p.tb.Helper()
 	sum := 0.0
 next:
-	for _, m := range families[name].GetMetric() {
+	for _, m := range p.families()[name].GetMetric() {
 		has := make(map[string]string)
 		for _, l := range m.GetLabel() {
 			has[l.GetName()] = l.GetValue()
@@ -310,6 +325,25 @@ next:
 		sum += m.GetCounter().GetValue() + m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
 	}
 	return sum
+}
+
+// labels lists the values that a label has in any of this plugin's metrics.
+func (p *proxy) labels(name string) map[string]bool {
+	p.tb.Helper()
+	values := make(map[string]bool)
+	for family, f := range p.families() {
+		if !strings.HasPrefix(family, "caddy_kv_cache_") {
+			continue
+		}
+		for _, m := range f.GetMetric() {
+			for _, l := range m.GetLabel() {
+				if l.GetName() == name {
+					values[l.GetValue()] = true
+				}
+			}
+		}
+	}
+	return values
 }
 
 // decided counts the decisions with a reason.

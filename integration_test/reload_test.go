@@ -4,9 +4,11 @@ package integration
 
 import (
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -193,23 +195,26 @@ func TestUpstreamsChangeByReload(t *testing.T) {
 // resolver is a DNS server that knows one name, whose addresses change.
 type resolver struct {
 	conn  net.PacketConn
+	tcp   net.Listener // for answers that are too long for a packet, where it is asked
 	addrs atomic.Pointer[[]string]
 }
 
 func startResolver(t *testing.T, addrs ...string) *resolver {
 	t.Helper()
-	conn, err := net.ListenPacket("udp", "127.0.0.1:0")
+	tcp, err := net.Listen("tcp", freeAddr(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := &resolver{conn: conn}
+	conn, err := net.ListenPacket("udp", tcp.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := &resolver{conn: conn, tcp: tcp}
 	d.addrs.Store(&addrs)
-	served := make(chan struct{})
-	go func() {
-		defer close(served)
-		d.serve()
-	}()
-	t.Cleanup(func() { _ = conn.Close(); <-served })
+	var served sync.WaitGroup
+	served.Go(d.serve)
+	served.Go(d.serveTCP)
+	t.Cleanup(func() { _, _ = conn.Close(), tcp.Close(); served.Wait() })
 	return d
 }
 
@@ -220,26 +225,55 @@ func (d *resolver) serve() {
 		if err != nil {
 			return
 		}
-		var query dnsmessage.Message
-		if query.Unpack(buf[:n]) != nil || len(query.Questions) != 1 {
-			continue
-		}
-		reply := dnsmessage.Message{
-			Header:    dnsmessage.Header{ID: query.ID, Response: true, RecursionAvailable: true},
-			Questions: query.Questions,
-		}
-		if q := query.Questions[0]; q.Type == dnsmessage.TypeA {
-			for _, a := range *d.addrs.Load() {
-				reply.Answers = append(reply.Answers, dnsmessage.Resource{
-					Header: dnsmessage.ResourceHeader{Name: q.Name, Class: q.Class, TTL: 1},
-					Body:   &dnsmessage.AResource{A: [4]byte(net.ParseIP(a).To4())},
-				})
-			}
-		}
-		if packed, err := reply.Pack(); err == nil {
-			_, _ = d.conn.WriteTo(packed, from)
+		if reply := d.answer(buf[:n]); reply != nil {
+			_, _ = d.conn.WriteTo(reply, from)
 		}
 	}
+}
+
+// serveTCP answers one query a connection.
+func (d *resolver) serveTCP() {
+	for {
+		conn, err := d.tcp.Accept()
+		if err != nil {
+			return
+		}
+		_ = conn.SetDeadline(time.Now().Add(patience))
+		var size [2]byte
+		if _, err := io.ReadFull(conn, size[:]); err == nil {
+			query := make([]byte, int(size[0])<<8|int(size[1]))
+			if _, err := io.ReadFull(conn, query); err == nil {
+				reply := d.answer(query)
+				_, _ = conn.Write(append([]byte{byte(len(reply) >> 8), byte(len(reply))}, reply...))
+			}
+		}
+		_ = conn.Close()
+	}
+}
+
+// answer is nil for what is no question.
+func (d *resolver) answer(question []byte) []byte {
+	var query dnsmessage.Message
+	if query.Unpack(question) != nil || len(query.Questions) != 1 {
+		return nil
+	}
+	reply := dnsmessage.Message{
+		Header:    dnsmessage.Header{ID: query.ID, Response: true, RecursionAvailable: true},
+		Questions: query.Questions,
+	}
+	if q := query.Questions[0]; q.Type == dnsmessage.TypeA {
+		for _, a := range *d.addrs.Load() {
+			reply.Answers = append(reply.Answers, dnsmessage.Resource{
+				Header: dnsmessage.ResourceHeader{Name: q.Name, Class: q.Class, TTL: 1},
+				Body:   &dnsmessage.AResource{A: [4]byte(net.ParseIP(a).To4())},
+			})
+		}
+	}
+	packed, err := reply.Pack()
+	if err != nil {
+		return nil
+	}
+	return packed
 }
 
 // Replicas found by DNS: they are new objects to the policy at each request, in any order, and come and go.
