@@ -88,7 +88,7 @@ var networks = []drill{
 		},
 	},
 	{
-		number: "37", name: "upstreams speak HTTP/2 without TLS",
+		number: "37", name: "upstreams speak HTTP/2 without TLS", compare: true, fullOnly: true,
 		front:   func(x *exercise, s *enginesim.Server) string { return x.frontOf(s, true, nil) },
 		options: strings.Replace(drillOptions, "keepalive 2s", "keepalive 2s\nversions h2c 2", 1),
 	},
@@ -104,7 +104,7 @@ var networks = []drill{
 		},
 	},
 	{
-		number: "38b", name: "websocket across reloads", resend: true,
+		number: "38b", name: "websocket across reloads", compare: true, fullOnly: true, resend: true,
 		site: func(x *exercise) string { return x.websocketSite("stream_close_delay 1m") },
 		disturb: func(x *exercise) {
 			talk := openWebsocket(x)

@@ -18,15 +18,13 @@ import (
 // processes are drills with processes, whose signals and limits are not the same on every system.
 var processes = []drill{
 	{
-		number: "07", name: "stopped (SIGSTOP) and continued", spread: true, replicas: 2,
+		number: "07", name: "stopped (SIGSTOP) and continued", hangs: true, compare: true, fullOnly: true, spread: true, replicas: 2,
 		engine: func(_ int, c *enginesim.ServerConfig) { c.Speed = 1 }, // as the process has it
 		others: startOutside,
 		disturb: func(x *exercise) {
 			begin := time.Now()
 			x.signal(syscall.SIGSTOP)
-			x.proxy.awaitRefused(x.outside)
-			x.known = time.Now()
-			x.dwell()
+			x.awaitAvoided(x.outside)
 			time.Sleep(time.Until(begin.Add(time.Duration(sized(0, 20)) * time.Second)))
 		},
 		mend: func(x *exercise) { x.signal(syscall.SIGCONT); x.awaitUseOf(x.outside) },
@@ -55,22 +53,22 @@ var processes = []drill{
 		},
 	},
 	{
-		number: "35", name: "GOMEMLIMIT of 40 MiB, prompts of 200 kB", env: []string{"GOMEMLIMIT=40MiB"},
+		number: "35", name: "GOMEMLIMIT of 40 MiB, prompts of 200 kB", compare: true, fullOnly: true, env: []string{"GOMEMLIMIT=40MiB"},
 		engine: func(_ int, c *enginesim.ServerConfig) { c.PrefillRate = 1e7 },
 		disturb: func(x *exercise) {
 			inParallel(200, 100, func(i int) { x.expect(ask(text(fmt.Sprint("flood ", i), 200_000))) })
 		},
 	},
 	{
-		number: "40", name: "Caddy replaced in place by another process", resend: true,
+		number: "40", name: "Caddy replaced in place by another process", compare: true, fullOnly: true, resend: true,
 		disturb: func(x *exercise) {
 			old, next := x.proxy, newProxy(x.T)
 			next.addr, next.page, next.level = old.addr, old.page, old.level
 			// Both listen at the address, as Caddy does where the system lets it.
 			next.run(next.caddyfile(x.directives(x.addrs)))
-			next.awaitScrapes(x.fleetAddrs()...)
-			x.first.Store(next)
 			x.proxy = next
+			x.awaitScrapes(x.fleetAddrs()...)
+			x.first.Store(next)
 			begin := time.Now()
 			old.stop()
 			x.note = fmt.Sprintf("; the old process took %.1f s to end", time.Since(begin).Seconds())

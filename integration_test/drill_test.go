@@ -77,6 +77,8 @@ type drill struct {
 	compare  bool                                      // is played with least_conn as well
 	fullOnly bool                                      // the comparison only at full size
 	uneven   string                                    // why new prompts are not spread evenly afterwards; "" if they are
+	hangs    bool                                      // least_conn's clients, all of them
+	kept     int                                       // goroutines and files, for connections that outlive the load
 	stays    string                                    // why something stays of what the drill has opened; "" if nothing does
 	env      []string                                  // of Caddy's process
 	files    int                                       // that Caddy's process may have open; 0 for as many as the system allows
@@ -121,9 +123,10 @@ type exercise struct {
 	resolver      *resolver             // that tells the upstreams, if they are dynamic
 	process       *os.Process           // of a replica outside of this process, at the address outside
 	outside       string
-	strangers     []string     // upstreams of other policies
-	pending       atomic.Int64 // requests without an answer
-	note          string       // of what the table has no column for
+	strangers     []string             // upstreams of other policies
+	narrators     map[string]*narrator // that publish what engines store
+	pending       atomic.Int64         // requests without an answer
+	note          string               // of what the table has no column for
 	phase         atomic.Int32
 	fresh         atomic.Bool // system prompts are others than at the beginning
 	hot           atomic.Bool // nearly all requests have one prompt
@@ -220,7 +223,9 @@ func play(t *testing.T, d drill, policy string) outcome {
 	if d.disturb != nil {
 		d.disturb(x)
 	}
-	x.dwell()
+	if x.ours() || !d.hangs {
+		x.dwell()
+	}
 	x.phase.Store(int32(mending))
 	x.fresh.Store(d.spread) // old ones would stay where they are cached, as they should
 	if d.mend != nil {
@@ -320,7 +325,7 @@ func (x *exercise) directives(addrs []string) string {
 }
 
 // visited is told by each engine of each request that reached it.
-func (x *exercise) visited(r *http.Request, _ []byte) {
+func (x *exercise) visited(r *http.Request, body []byte) {
 	id := r.Header.Get("X-Drill-Request")
 	local, _ := r.Context().Value(http.LocalAddrContextKey).(net.Addr)
 	if id == "" || local == nil {
@@ -332,6 +337,9 @@ func (x *exercise) visited(r *http.Request, _ []byte) {
 		x.repeated++
 	}
 	x.visits[id] = append(x.visits[id], local.String())
+	if a := x.narrators[local.String()]; a != nil && len(a.bodies) < cap(a.bodies) {
+		a.bodies <- body
+	}
 }
 
 // client sends one request after the other until the drill is over.
@@ -548,7 +556,7 @@ func (p *proxy) holds() holdings {
 // a connection that is just closing takes. Connections to replicas are kept for two seconds.
 func (x *exercise) leftOver(before holdings) (left holdings) {
 	x.Helper()
-	const slack = 4
+	slack := 4 + x.kept
 	back := func() bool {
 		left = x.proxy.holds()
 		return left.goroutines <= before.goroutines+slack && left.files <= before.files+slack

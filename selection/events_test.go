@@ -58,6 +58,9 @@ func TestEventsValidate(t *testing.T) {
 		{nil, ""},
 		{&Events{Endpoint: "tcp://{host}:5557"}, ""},
 		{&Events{Endpoint: "tcp://{host}:5557", Replay: "tcp://{host}:5558"}, ""},
+		{&Events{Endpoint: "tcp://{host}:{port-10000}"}, ""}, // below 8000, of ports above 10000
+		{&Events{Endpoint: "tcp://{host}:{port+60000}"}, ""},
+		{&Events{Endpoint: "tcp://{host}:{port+70000}"}, "must be like"},
 		{&Events{Replay: "tcp://{host}:5558"}, "without kv_events"},
 		{&Events{Endpoint: "{host}:5557"}, "must be like tcp://{host}:5557"},
 		{&Events{Endpoint: "tcp://{host}:5557", Replay: "5558"}, "must be like tcp://{host}:5557"},
