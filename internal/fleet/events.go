@@ -73,8 +73,8 @@ type rank struct {
 	stream    *kvevents.Stream
 	replays   bool // missed batches can be asked for
 	connected atomic.Bool
-	origin    atomic.Uint64 // batches applied before the view was last emptied
-	reborn    atomic.Int64  // when the publisher last started anew, in Unix nanoseconds
+	origin    atomic.Uint64             // batches applied before the view was last emptied
+	reborn    atomic.Pointer[time.Time] // when the publisher last started anew, nil before
 }
 
 // listen follows a replica's first rank, or takes hold of the streams that do.
@@ -175,7 +175,8 @@ func (r *rank) notice(n kvevents.Notice, log *zap.Logger) {
 	case kvevents.Disconnected:
 		r.connected.Store(false)
 	case kvevents.Restarted:
-		r.reborn.Store(time.Now().UnixNano())
+		now := time.Now()
+		r.reborn.Store(&now)
 		r.truth.replica.Forget()
 	case kvevents.Silent:
 		return // so is every idle engine
@@ -188,7 +189,7 @@ func (r *rank) notice(n kvevents.Notice, log *zap.Logger) {
 // process is new, unless the stream was quicker to notice.
 func (t *truth) restarted(now time.Time) {
 	for _, r := range *t.ranks.Load() {
-		if reborn := time.Unix(0, r.reborn.Load()); now.Sub(reborn) < restartSeen {
+		if reborn := r.reborn.Load(); reborn != nil && now.Sub(*reborn) < restartSeen {
 			return
 		}
 	}

@@ -81,7 +81,7 @@ type Fleet struct {
 type member struct {
 	replica *Replica
 	static  bool
-	seen    atomic.Int64 // unix seconds of the last request whose pool named it
+	seen    atomic.Int64 // of the last request whose pool named it, in seconds after epoch
 	stop    context.CancelFunc
 	truth   *truth // nil if its events are not followed
 }
@@ -171,11 +171,17 @@ func (f *Fleet) Replica(addr string, now time.Time) *Replica {
 	if m == nil {
 		m = f.join(addr, now)
 	}
-	if s := now.Unix(); !m.static && m.seen.Load() != s {
+	if s := second(now); !m.static && m.seen.Load() != s {
 		m.seen.Store(s)
 	}
 	return m.replica
 }
+
+// epoch is what short times are counted from. It has a monotonic reading, so
+// they do not jump with the clock.
+var epoch = time.Now()
+
+func second(now time.Time) int64 { return int64(now.Sub(epoch) / time.Second) }
 
 func (f *Fleet) join(addr string, now time.Time) *member {
 	f.mu.Lock()
@@ -193,7 +199,7 @@ func (f *Fleet) join(addr string, now time.Time) *member {
 		members[a] = o
 	}
 	members[addr] = m
-	m.seen.Store(now.Unix())
+	m.seen.Store(second(now))
 	if len(old) == 0 {
 		f.first = now
 	}
@@ -324,7 +330,7 @@ func (f *Fleet) dropUnseen(now time.Time) {
 	old := *f.members.Load()
 	members := make(map[string]*member, len(old))
 	for addr, m := range old {
-		if m.static || now.Unix()-m.seen.Load() < int64(unseenFor/time.Second) {
+		if m.static || second(now)-m.seen.Load() < int64(unseenFor/time.Second) {
 			members[addr] = m
 			continue
 		}
