@@ -272,6 +272,36 @@ func TestDrain(t *testing.T) {
 	}
 }
 
+// TestDryRun asks what a drain would do, which does nothing.
+func TestDryRun(t *testing.T) {
+	addrs := engines(t, 2)
+	s := start(t, proxy(aware, addrs...))
+	head := strings.Repeat(secret, 100)
+	for _, tail := range []string{"a", "b", "c"} {
+		s.complete(t, 0, head+strings.Repeat(tail, 2000))
+	}
+	home := ask[[]admin.Decision](t, s, "GET", "decisions", nil, "")[0].Replica
+	for _, addr := range addrs {
+		out := ask[admin.Outcome](t, s, "POST", "drain", params("replica", addr, "dry_run", "true"), "")
+		if out.State != "eligible" || !strings.Contains(out.Message, "would take no new requests") || len(out.Effects) != 1 {
+			t.Fatalf("%+v", out)
+		}
+		e, want := out.Effects[0], admin.Effect{Fleet: "chat", Remaining: 1, Decisions: 3, Prefixes: 1}
+		if addr == home {
+			want.Chosen, want.Alone, want.Tokens = 3, 1, e.Tokens
+		}
+		if e != want || addr == home && e.Tokens < 500 {
+			t.Errorf("%s would have the effect %+v, want %+v", addr, e, want)
+		}
+	}
+	ask[admin.Outcome](t, s, "POST", "drain", params("replica", addrs[0]), "")
+	s.refused(t, "POST", "drain", params("replica", addrs[1], "dry_run", "true"), "", http.StatusConflict, "last eligible")
+	out := ask[admin.Outcome](t, s, "POST", "drain", params("replica", addrs[1], "dry_run", "true", "force", "true"), "")
+	if out.State != "eligible" || !strings.Contains(out.Message, "would still serve") {
+		t.Errorf("%+v", out)
+	}
+}
+
 // TestForget drops what a replica is believed to hold.
 func TestForget(t *testing.T) {
 	addrs := engines(t, 1)
@@ -311,6 +341,7 @@ func TestRefusals(t *testing.T) {
 		{"POST", "drain", []string{"replica", "127.0.0.1:1"}, 404, "replica \\\"127.0.0.1:1\\\" is unknown"},
 		{"POST", "drain", []string{"replica", addrs[1], "fleet", "embed"}, 404, "unknown"},
 		{"POST", "drain", []string{"replica", addrs[0], "force", "perhaps"}, 400, "force is"},
+		{"POST", "drain", []string{"replica", addrs[0], "dry_run", "perhaps"}, 400, "dry_run is"},
 		{"POST", "drain", []string{"replica", addrs[0]}, 409, "embed"},
 		{"POST", "undrain", []string{"replica", "\x1b[31m\n"}, 404, `\\x1b[31m\\n`},
 		{"POST", "forget", []string{"replica", "nope"}, 404, "unknown"},

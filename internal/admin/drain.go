@@ -17,25 +17,29 @@ import (
 // as the one that remains.
 var draining sync.Mutex
 
-// drain answers POST /kv_cache/drain?replica=ADDRESS[&fleet=NAME][&force=true].
-// A replica is drained as such, in every fleet that names its address.
+// drain answers POST
+// /kv_cache/drain?replica=ADDRESS[&fleet=NAME][&force=true][&dry_run=true]. A
+// replica is drained as such, in every fleet that names its address. A dry run
+// drains nothing and tells what would happen.
 func (a *API) drain(r *http.Request) (any, error) {
 	replica, in, err := wanted(r)
 	if err != nil {
 		return nil, err
 	}
-	force := false
-	if v := r.URL.Query().Get("force"); v != "" {
-		if force, err = strconv.ParseBool(v); err != nil {
-			return nil, refuse(http.StatusBadRequest, "force is %q, but must be true or false", v)
-		}
+	force, err := flag(r, "force")
+	if err != nil {
+		return nil, err
+	}
+	dry, err := flag(r, "dry_run")
+	if err != nil {
+		return nil, err
 	}
 	draining.Lock()
 	defer draining.Unlock()
 	now := time.Now()
-	message := "takes no new requests; those in flight go on"
+	message, would := "takes no new requests; those in flight go on", "would take no new requests; those in flight would go on"
 	for _, p := range in {
-		if remains(p, replica, now) {
+		if remaining(p, replica, now) > 0 || replica.Avoided(now) == fleet.Drained {
 			continue
 		}
 		name := p.Fleet().Name
@@ -43,11 +47,60 @@ func (a *API) drain(r *http.Request) (any, error) {
 			return nil, refuse(http.StatusConflict,
 				"%s is the last eligible replica of fleet %q; force the drain, and it still serves requests that no other replica can take", replica.Addr, name)
 		}
-		message = "was the last eligible replica of fleet " + strconv.Quote(name) + ", and still serves requests that no other replica can take"
+		last := "the last eligible replica of fleet " + strconv.Quote(name) + ", and "
+		message = "was " + last + "still serves requests that no other replica can take"
+		would = "is " + last + "would still serve requests that no other replica can take"
+	}
+	if dry {
+		out := outcome(replica, in, now, would)
+		for _, p := range in {
+			out.Effects = append(out.Effects, effectOn(p, replica, now))
+		}
+		return out, nil
 	}
 	replica.Drain(true)
 	a.logger.Info("replica drained", zap.String("replica", replica.Addr), zap.Strings("fleets", names(in)), zap.Bool("forced", force))
 	return outcome(replica, in, now, message), nil
+}
+
+// flag reads a parameter that is true or false.
+func flag(r *http.Request, name string) (bool, error) {
+	v := r.URL.Query().Get(name)
+	if v == "" {
+		return false, nil
+	}
+	is, err := strconv.ParseBool(v)
+	if err != nil {
+		return false, refuse(http.StatusBadRequest, "%s is %q, but must be true or false", name, v)
+	}
+	return is, nil
+}
+
+const (
+	// lastDecisions is how many decisions tell a replica's share.
+	lastDecisions = 512
+	// heavyPrefixes is how many shared prefixes are looked at.
+	heavyPrefixes = 64
+)
+
+// effectOn tells what the drain of a replica would do to a fleet.
+func effectOn(p Policy, replica *fleet.Replica, now time.Time) Effect {
+	e := Effect{Fleet: p.Fleet().Name, Remaining: remaining(p, replica, now)}
+	last := p.Recent(lastDecisions)
+	for i := range last {
+		if last[i].Replica == replica.Addr {
+			e.Chosen++
+		}
+	}
+	e.Decisions = len(last)
+	for _, s := range p.Fleet().SharedPrefixes(heavyPrefixes) {
+		e.Prefixes++
+		if len(s.Holders) == 1 && s.Holders[0] == replica.Addr {
+			e.Alone++
+			e.Tokens += s.Tokens
+		}
+	}
+	return e
 }
 
 // undrain answers POST /kv_cache/undrain?replica=ADDRESS[&fleet=NAME].
@@ -114,18 +167,15 @@ func member(list []Policy, addr string) *fleet.Replica {
 	return nil
 }
 
-// remains tells whether a policy has an eligible replica besides one. A replica
-// that is drained already is none to be missed.
-func remains(p Policy, without *fleet.Replica, now time.Time) bool {
-	if without.Avoided(now) == fleet.Drained {
-		return true
-	}
+// remaining counts the eligible replicas of a policy besides one.
+func remaining(p Policy, without *fleet.Replica, now time.Time) int {
+	n := 0
 	for _, m := range p.Fleet().Members() {
 		if m != without && m.Avoided(now) == fleet.Eligible && p.Available(m.Addr) {
-			return true
+			n++
 		}
 	}
-	return false
+	return n
 }
 
 func outcome(p *fleet.Replica, in []Policy, now time.Time, message string) Outcome {

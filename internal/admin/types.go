@@ -201,4 +201,22 @@ type Outcome struct {
 	// InFlight is how many requests it still works on.
 	InFlight float64 `json:"in_flight_requests"`
 	Message  string  `json:"message"`
+	// Effects are what a drain would do to each fleet, if that was all that was
+	// asked.
+	Effects []Effect `json:"effects,omitempty"`
+}
+
+// Effect is what the drain of a replica would do to a fleet.
+type Effect struct {
+	Fleet string `json:"fleet"`
+	// Remaining is how many eligible replicas would be left.
+	Remaining int `json:"remaining_replicas"`
+	// Chosen is how many of the last Decisions chose the replica.
+	Chosen    int `json:"chosen"`
+	Decisions int `json:"decisions"`
+	// Alone is how many of the heaviest shared Prefixes no other replica holds,
+	// and Tokens what would have to be computed once again for them.
+	Alone    int     `json:"prefixes_held_alone"`
+	Prefixes int     `json:"prefixes"`
+	Tokens   float64 `json:"prefix_tokens_held_alone"`
 }

@@ -4,7 +4,9 @@ package command
 
 import (
 	"fmt"
+	"io"
 	"net/http"
+	"net/url"
 
 	"github.com/spf13/cobra"
 
@@ -22,24 +24,29 @@ long as another replica can take them, and those in flight go on. The replica is
 named by its address as written in the upstream, and drained in every fleet that
 has it. It stays drained over config reloads, until undrain or a restart of Caddy.
 
-The last eligible replica of a fleet is drained only with --force.
+The last eligible replica of a fleet is drained only with --force. With --dry-run
+nothing is done, and what would be is told: who is left, how many requests it took
+lately, and what only it holds of the beginnings that prompts share.
 `
 
 func newDrain() *cobra.Command {
-	force := false
+	var force, dry bool
 	cmd := newOperation(operation{
 		name:    "drain",
 		short:   "Takes a replica out of the choice",
 		long:    drainLong,
-		example: "  $ caddy kv-cache drain gpu-2:8000",
-		query: func() (string, string) {
+		example: "  $ caddy kv-cache drain gpu-2:8000 --dry-run\n  $ caddy kv-cache drain gpu-2:8000",
+		query: func(q url.Values) {
 			if force {
-				return "force", "true"
+				q.Set("force", "true")
 			}
-			return "", ""
+			if dry {
+				q.Set("dry_run", "true")
+			}
 		},
 	})
 	cmd.Flags().BoolVar(&force, "force", false, "even if it is the last eligible one")
+	cmd.Flags().BoolVar(&dry, "dry-run", false, "tell what would happen, and do nothing")
 	return cmd
 }
 
@@ -64,7 +71,7 @@ func newForget() *cobra.Command {
 // operation is something that is done to one replica.
 type operation struct {
 	name, short, long, example string
-	query                      func() (key, value string) // a further parameter; may be nil
+	query                      func(url.Values) // adds parameters; may be nil
 }
 
 func newOperation(o operation) *cobra.Command {
@@ -91,9 +98,7 @@ func newOperation(o operation) *cobra.Command {
 		query := ofFleet(fleet)
 		query.Set("replica", args[0])
 		if o.query != nil {
-			if key, value := o.query(); key != "" {
-				query.Set(key, value)
-			}
+			o.query(query)
 		}
 		var done admin.Outcome
 		if err := e.ask(http.MethodPost, o.name, query, nil, nil, &done); err != nil {
@@ -102,8 +107,8 @@ func newOperation(o operation) *cobra.Command {
 		if raw {
 			return printJSON(cmd.OutOrStdout(), done)
 		}
-		_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s (%s in flight)\n", clean(done.Message), figures.Plural(int(done.InFlight), "request"))
-		return err
+		printOutcome(cmd.OutOrStdout(), &done)
+		return nil
 	}
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		return caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) {
@@ -111,6 +116,16 @@ func newOperation(o operation) *cobra.Command {
 		})(cmd, args)
 	}
 	return cmd
+}
+
+func printOutcome(out io.Writer, o *admin.Outcome) {
+	fmt.Fprintf(out, "%s (%s in flight)\n", clean(o.Message), figures.Plural(int(o.InFlight), "request"))
+	for _, e := range o.Effects {
+		fmt.Fprintf(out, "%s: it took %d of the last %s, which would go to the %s left\n",
+			clean(e.Fleet), e.Chosen, figures.Plural(e.Decisions, "request"), figures.Plural(e.Remaining, "eligible replica"))
+		fmt.Fprintf(out, "%s: it alone holds %d of the %s; %s tokens would be computed again\n",
+			clean(e.Fleet), e.Alone, figures.Plural(e.Prefixes, "heaviest shared prefix", "heaviest shared prefixes"), figures.Compact(e.Tokens))
+	}
 }
 
 // completeReplica completes the address of a replica.

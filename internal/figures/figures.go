@@ -46,10 +46,14 @@ func Age(s float64) string {
 	return fmt.Sprintf("%.0fd", min(99, (time.Duration(s)*time.Second).Hours()/24))
 }
 
-// Plural is a count with what it counts.
-func Plural(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
+// Plural is a count with what it counts, of which several have an s at their end
+// or are called otherwise.
+func Plural(n int, one string, several ...string) string {
+	switch {
+	case n == 1:
+		return "1 " + one
+	case len(several) > 0:
+		return fmt.Sprintf("%d %s", n, several[0])
 	}
-	return fmt.Sprintf("%d %ss", n, what)
+	return fmt.Sprintf("%d %ss", n, one)
 }

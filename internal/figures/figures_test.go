@@ -19,3 +19,14 @@ func TestCompact(t *testing.T) {
 		}
 	}
 }
+
+func TestPlural(t *testing.T) {
+	for got, want := range map[string]string{
+		Plural(0, "request"): "0 requests", Plural(1, "request"): "1 request", Plural(2, "request"): "2 requests",
+		Plural(1, "prefix", "prefixes"): "1 prefix", Plural(3, "prefix", "prefixes"): "3 prefixes",
+	} {
+		if got != want {
+			t.Errorf("%q, want %q", got, want)
+		}
+	}
+}
