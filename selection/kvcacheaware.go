@@ -203,6 +203,9 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 		}
 	}
 	upstream := a.upstream
+	if a.Holder != nil {
+		a.prefix.Prune()
+	}
 	p.tell(a, r)
 	p.done(a)
 	return upstream

@@ -63,8 +63,9 @@ type truth struct {
 
 	mu    sync.Mutex // guards changes of ranks
 	ranks atomic.Pointer[[]*rank]
-	bound int          // blocks told to the index
-	block atomic.Int64 // tokens in an engine's block, 0 before the first event
+	bound int                       // blocks told to the index
+	block atomic.Int64              // tokens in an engine's block, 0 before the first event
+	heard atomic.Pointer[time.Time] // when the last events came, nil before
 }
 
 // rank follows the publisher of one data-parallel rank.
@@ -73,6 +74,7 @@ type rank struct {
 	stream    *kvevents.Stream
 	replays   bool // missed batches can be asked for
 	connected atomic.Bool
+	held      atomic.Int64              // blocks on the device
 	origin    atomic.Uint64             // batches applied before the view was last emptied
 	reborn    atomic.Pointer[time.Time] // when the publisher last started anew, nil before
 }
@@ -149,14 +151,18 @@ func (t *truth) widen(ranks int, e *Events, log *zap.Logger) {
 // Apply implements kvevents.Sink.
 func (r *rank) Apply(b *kvevents.Batch) {
 	r.truth.index.Apply(b)
+	now := time.Now()
+	r.truth.heard.Store(&now)
 	if v := r.truth.index.View(b.Rank); v != nil {
-		if n := int64(v.BlockSize()); n > 0 && n != r.truth.block.Load() {
+		s := v.Stats()
+		r.held.Store(int64(s.DeviceHeld))
+		if n := int64(s.BlockSize); n > 0 && n != r.truth.block.Load() {
 			r.truth.block.Store(n)
 		}
 	}
 	for i := range b.Events {
 		if b.Events[i].Kind == kvevents.AllBlocksCleared {
-			r.truth.replica.Forget()
+			r.truth.replica.cleared()
 		}
 	}
 }
@@ -164,6 +170,7 @@ func (r *rank) Apply(b *kvevents.Batch) {
 // Clear implements kvevents.Sink.
 func (r *rank) Clear(rank int) {
 	r.truth.index.Clear(rank)
+	r.held.Store(0)
 	r.origin.Store(r.stream.Stats().Messages)
 }
 
@@ -177,7 +184,7 @@ func (r *rank) notice(n kvevents.Notice, log *zap.Logger) {
 	case kvevents.Restarted:
 		now := time.Now()
 		r.reborn.Store(&now)
-		r.truth.replica.Forget()
+		r.truth.replica.cleared()
 	case kvevents.Silent:
 		return // so is every idle engine
 	}
@@ -194,6 +201,9 @@ func (t *truth) restarted(now time.Time) {
 		}
 	}
 	t.index.ClearAll()
+	for _, r := range *t.ranks.Load() {
+		r.held.Store(0)
+	}
 }
 
 // resize bounds the views by what the engine can hold; memory below it may
@@ -225,6 +235,19 @@ func (t *truth) state() (current, whole bool, block int) {
 	return current, whole, int(t.block.Load())
 }
 
+// taken is how many tokens the engine's cache holds by its own account, false
+// if not all of it is known.
+func (t *truth) taken() (tokens float64, ok bool) {
+	current, whole, block := t.state()
+	if !current || !whole {
+		return 0, false
+	}
+	for _, r := range *t.ranks.Load() {
+		tokens += float64(r.held.Load()) * float64(block)
+	}
+	return tokens, true
+}
+
 // Prefix is the beginning of one prompt, to be looked up among what the
 // replicas hold by their own account. It is made by Fleet.Prefix, and not safe
 // for concurrent use.
@@ -233,6 +256,7 @@ type Prefix struct {
 	chain    []uint64
 	perBlock float64
 	aligned  []aligned // what was looked up already, by token block
+	missing  []missing
 }
 
 type aligned struct {
@@ -248,20 +272,22 @@ func (f *Fleet) Prefix(x *Prefix, chain []uint64, perBlock float64) *Prefix {
 		return nil
 	}
 	chain = chain[:min(len(chain), maxLearned/prompt.BlockSize)] // nothing beyond was learned
-	*x = Prefix{fleet: f, chain: chain, perBlock: perBlock, aligned: x.aligned[:0]}
+	*x = Prefix{fleet: f, chain: chain, perBlock: perBlock, aligned: x.aligned[:0], missing: x.missing[:0]}
 	return x
 }
 
 // Drop lets go of the prompt, so that x can be kept for another.
 func (x *Prefix) Drop() {
 	clear(x.aligned)
-	*x = Prefix{aligned: x.aligned[:0]}
+	clear(x.missing)
+	*x = Prefix{aligned: x.aligned[:0], missing: x.missing[:0]}
 }
 
 // Held corrects how many of the prompt's tokens a replica is believed to hold
 // by what its engine has told. Where the engine told nothing of this prompt,
 // or the tokens of the prompt are not known, the belief stands. It also stands
-// for requests that the engine has not started on: their blocks will be there.
+// for the prompts of requests at work there: an engine's events come a step
+// behind, and blocks in use are not evicted.
 func (x *Prefix) Held(p *Replica, believed float64) float64 {
 	t := p.truth.Load()
 	if t == nil {
@@ -271,29 +297,84 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 	if !current {
 		return believed
 	}
-	sure := 0.0
+	var m kvevents.Match
 	if block > 0 {
 		a, ok := x.align(block)
 		if !ok || a.Tokens == 0 {
 			return believed
 		}
-		m, _ := t.index.LongestKeys(a.Keys, block)
-		sure = m.Credit()
+		m, _ = t.index.LongestKeys(a.Keys, block)
 		if m.Tokens >= a.Tokens { // what follows is not known by its tokens
-			return sure + max(0, believed-float64(a.Tokens))
+			return m.Credit() + max(0, believed-float64(a.Tokens))
 		}
 	}
+	sure := m.Credit()
 	if believed <= sure {
 		return sure
 	}
 	if !whole {
 		return believed
 	}
-	expected := p.expects(x.chain)
-	if expected >= min(len(x.chain), int(believed/x.perBlock)) {
+	used := p.uses(x.chain, t)
+	if float64(used+1)*x.perBlock > believed {
 		return believed
 	}
-	return max(sure, float64(expected)*x.perBlock)
+	if used > 0 {
+		sure = max(sure, float64(used)*x.perBlock)
+	}
+	// One block more than told, because where tokens end in the text is estimated.
+	if told := int(float64(m.Tokens)/x.perBlock) + 2; float64(told)*x.perBlock < believed {
+		x.miss(p, t, max(told, used))
+	}
+	return sure
+}
+
+// uses is how many leading blocks of a chain are those of requests at work at
+// the replica.
+func (p *Replica) uses(chain []uint64, t *truth) int {
+	var heard time.Time
+	if at := t.heard.Load(); at != nil {
+		heard = *at
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.inUse.blocks(chain, heard, time.Now())
+}
+
+// missing are blocks of a prompt, from one on, that a replica was wrongly
+// believed to hold.
+type missing struct {
+	replica *Replica
+	truth   *truth
+	from    int
+}
+
+// maxMissing is how many of them one prompt notes.
+const maxMissing = 16
+
+func (x *Prefix) miss(p *Replica, t *truth, from int) {
+	for i := range x.missing {
+		if x.missing[i].replica == p {
+			x.missing[i].from = from
+			return
+		}
+	}
+	if len(x.missing) < maxMissing {
+		x.missing = append(x.missing, missing{p, t, from})
+	}
+}
+
+// Prune takes out of the belief what Held found to be gone, so that it takes
+// no room there and counts in no figure. It is for after the choice, because
+// it may take a while; what was sent meanwhile stays.
+func (x *Prefix) Prune() {
+	for _, m := range x.missing {
+		if m.replica.uses(x.chain, m.truth) <= m.from {
+			m.replica.Lacks(x.chain, m.from)
+		}
+	}
+	clear(x.missing)
+	x.missing = x.missing[:0]
 }
 
 func (x *Prefix) align(block int) (kvevents.Aligned, bool) {
@@ -305,36 +386,6 @@ func (x *Prefix) align(block int) (kvevents.Aligned, bool) {
 	a, ok := x.fleet.Registry.alignment.Lookup(x.chain, block)
 	x.aligned = append(x.aligned, aligned{block, a, ok})
 	return a, ok
-}
-
-// maxExpected is how many of the latest requests are looked at for blocks that
-// an engine has yet to compute.
-const maxExpected = 64
-
-// expects is how many leading blocks of a chain the replica will hold by
-// requests that were sent to it and have no first token yet.
-func (p *Replica) expects(chain []uint64) int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	most := 0
-	for _, r := range p.waiting[max(p.head, len(p.waiting)-maxExpected):] {
-		most = max(most, shared(chain, r.Chain))
-	}
-	return most
-}
-
-// shared is how many leading blocks two chains have in common. Equal hashes
-// mean equal blocks before them, so it is found by halving.
-func shared(a, b []uint64) int {
-	low, high := 0, min(len(a), len(b))
-	for low < high {
-		if mid := int(uint(low+high+1) >> 1); a[mid-1] == b[mid-1] {
-			low = mid
-		} else {
-			high = mid - 1
-		}
-	}
-	return low
 }
 
 // Sent is a prompt that a replica has answered, for Learn.

@@ -74,3 +74,36 @@ func BenchmarkHeld(b *testing.B) {
 	b.ReportMetric(float64(inTruth)/float64(inBelief), "x-of-belief")
 	b.ReportMetric(float64(inTruth.Nanoseconds())/float64(b.N)/replicas, "ns/replica")
 }
+
+// What it costs a choice to look for a prompt among those at work at one replica, beside one look-up of the belief:
+// hundreds of requests with a common system prompt.
+func BenchmarkInUse(b *testing.B) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	chain := make([]uint64, 512)
+	for i := range chain {
+		chain[i] = rng.Uint64()
+	}
+	g := NewRegistry()
+	g.New(Config{}, []string{"a"}).Replica("a", time.Now()).Holds(chain)
+	var u inUse
+	for range 2 * maxInUse {
+		other := append([]uint64(nil), chain...)
+		for i := 16 + rng.IntN(16); i < len(other); i++ {
+			other[i] = rng.Uint64()
+		}
+		u.take(&Reservation{Chain: other})
+	}
+	var matched []int32
+	var belief, use time.Duration
+	now := time.Now()
+	for b.Loop() {
+		start := time.Now()
+		matched = g.Index.Match(chain, matched[:0])
+		between := time.Now()
+		if n := u.blocks(chain, now, now); n < 16 {
+			b.Fatal(n)
+		}
+		belief, use = belief+between.Sub(start), use+time.Since(between)
+	}
+	b.ReportMetric(float64(use)/float64(belief), "x-of-belief")
+}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -235,6 +236,139 @@ func TestHeldByEvents(t *testing.T) {
 	// Nothing of this prompt is known by its tokens.
 	if got := f.held(p, newPassage(t, "two", 2048), 700); got != 700 {
 		t.Errorf("%v tokens held of an unknown prompt of which 700 are believed", got)
+	}
+}
+
+// Events come a step behind, and blocks in use are not evicted: the prompt of a request counts until events come after
+// its answer, whether or not it has its first token.
+func TestHeldWhileInUse(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	x := newPassage(t, "one", 2048)
+	learn(t, f, p, x, "base")
+	awaitHeld(t, f, p, x, 2048, 0) // it has told of none
+	r := &Reservation{Prompt: 2048, Uncached: 2048, Chain: x.prompt.Chain}
+	p.Reserve(r, time.Now())
+	want := func(when string, held float64) {
+		t.Helper()
+		if got := f.held(p, x, 2048); got != held {
+			t.Errorf("%v tokens are held %s, want %v", got, when, held)
+		}
+	}
+	want("before the first token", 2048)
+	p.mu.Lock()
+	p.passUpTo(r)
+	p.mu.Unlock()
+	want("after the first token", 2048)
+	r.Finish(time.Now())
+	want("right after the answer", 2048)
+	e.drop(x.hashes()...) // any event will do
+	awaitHeld(t, f, p, x, 2048, 0)
+
+	refused := &Reservation{Prompt: 2048, Uncached: 2048, Chain: x.prompt.Chain}
+	p.Reserve(refused, time.Now())
+	refused.Abort(time.Now())
+	want("after a request that was not answered", 0)
+}
+
+// What the engine dropped is taken out of the belief when it is found missing, but not what was sent meanwhile.
+func TestBeliefIsPruned(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	x, other := newPassage(t, "one", 4096), newPassage(t, "other", 1024)
+	e.store(x, "")
+	learn(t, f, p, x, "base")
+	p.Holds(x.prompt.Chain)
+	p.Holds(other.prompt.Chain)
+	matched := func() int { return p.Matched(f.Registry.Index.Match(x.prompt.Chain, nil)) }
+	prune := func() {
+		prefix := f.Prefix(new(Prefix), x.prompt.Chain, prompt.BlockSize)
+		prefix.Held(p, float64(matched()*prompt.BlockSize))
+		prefix.Prune()
+	}
+	awaitHeld(t, f, p, x, 4096, 4096)
+	prune()
+	if got := matched(); got != 16 {
+		t.Fatalf("%d blocks are believed of 16 that are held", got)
+	}
+	h := x.hashes()
+	e.drop(h[len(h)/2:]...)
+	awaitHeld(t, f, p, x, 4096, 2048)
+
+	r := &Reservation{Prompt: 4096, Chain: x.prompt.Chain}
+	late := f.Prefix(new(Prefix), x.prompt.Chain, prompt.BlockSize)
+	late.Held(p, 4096)
+	p.Reserve(r, time.Now()) // while a choice was made for another request
+	late.Prune()
+	prune()
+	if got := matched(); got != 16 {
+		t.Errorf("%d blocks are believed while a request needs all 16", got)
+	}
+	r.Abort(time.Now())
+	prune()
+	if got := matched(); got < 8 || got > 10 {
+		t.Errorf("%d blocks are believed of 8 that are held", got)
+	}
+	if got := p.Matched(f.Registry.Index.Match(other.prompt.Chain, nil)); got != 4 {
+		t.Errorf("%d blocks are believed of another prompt of 4", got)
+	}
+}
+
+// The room left in a cache is what its events leave, whoever took it.
+func TestSpareByEvents(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{
+		At: time.Now(), Engine: metrics.VLLM, Rows: 1,
+		BlockTokens: metrics.Fact{Value: engineBlock, Known: true}, CapacityTokens: metrics.Fact{Value: 4096, Known: true},
+	}}, time.Now())
+	spare := func(want float64) {
+		t.Helper()
+		await(t, fmt.Sprintf("%v of the cache to be free (now %v)", want, p.Load(time.Now()).Spare), func() bool { return p.Load(time.Now()).Spare == want })
+	}
+	x := newPassage(t, "another Caddy's", 1024)
+	e.store(x, "")
+	spare(0.75)
+	e.drop(x.hashes()[8:]...)
+	spare(0.875)
+	var b kvpublish.Batch
+	b.Cleared()
+	e.publisher.Publish(&b)
+	spare(1)
+}
+
+// Requests in flight are found whatever the order in which they end.
+func TestInUse(t *testing.T) {
+	var u inUse
+	now := time.Now()
+	chains := [][]uint64{{1, 2, 3, 4}, {1, 2, 30}, {1}, {7, 8}, nil}
+	requests := make([]*Reservation, maxInUse)
+	rng := rand.New(rand.NewPCG(1, 2))
+	flying := map[*Reservation]bool{}
+	for i := range requests {
+		requests[i] = &Reservation{Chain: chains[rng.IntN(len(chains))]}
+	}
+	for range 5000 {
+		if r := requests[rng.IntN(len(requests))]; flying[r] {
+			u.leave(r, aborted, now)
+			delete(flying, r)
+		} else {
+			u.take(r)
+			flying[r] = true
+		}
+		for _, asked := range [][]uint64{{1, 2, 3, 4, 5}, {1, 2}, {7}, {9}, {}} {
+			want := 0
+			for r := range flying {
+				n := 0
+				for n < min(len(asked), len(r.Chain)) && asked[n] == r.Chain[n] {
+					n++
+				}
+				want = max(want, n)
+			}
+			if got := u.blocks(asked, now, now); got != want {
+				t.Fatalf("%d blocks of %v are in use, want %d", got, asked, want)
+			}
+		}
 	}
 }
 

@@ -13,6 +13,9 @@ const DefaultBytesPerToken = 4
 // count of prompt tokens over the same time.
 type textRatio struct {
 	bytes, tokens float64
+	// what came since the last measurement: a scrape can fall between a request
+	// and its tokens, and neither half may be lost
+	open struct{ bytes, tokens float64 }
 }
 
 // textMemory is the number of tokens after which an older measurement counts
@@ -20,11 +23,14 @@ type textRatio struct {
 const textMemory = 500_000
 
 func (t *textRatio) observe(bytes, tokens float64) {
-	if bytes <= 0 || tokens <= 0 {
+	t.open.bytes += max(0, bytes)
+	t.open.tokens += max(0, tokens)
+	if t.open.bytes == 0 || t.open.tokens == 0 {
 		return
 	}
-	// One scrape can split a request's text from its tokens; what is beyond any
-	// tokenizer is such a split or another sender.
+	bytes, tokens = t.open.bytes, t.open.tokens
+	t.skip()
+	// What is beyond any tokenizer is such a split or another sender.
 	if r := bytes / tokens; r < 0.5 || r > 16 {
 		return
 	}
@@ -34,6 +40,9 @@ func (t *textRatio) observe(bytes, tokens float64) {
 	t.bytes += bytes
 	t.tokens += tokens
 }
+
+// skip leaves out what came since the last measurement.
+func (t *textRatio) skip() { t.open.bytes, t.open.tokens = 0, 0 }
 
 // calibration compares the hits that we believed in with those that the engine
 // counted.

@@ -44,6 +44,7 @@ type Replica struct {
 
 	mu sync.Mutex
 	ledger
+	inUse      inUse
 	rate       rate
 	calibrated calibration
 	text       textRatio
@@ -120,6 +121,7 @@ type Reservation struct {
 	seq     uint64
 	sentAt  time.Time
 	past    bool
+	place   int // in inUse, from 1
 	once    sync.Once
 }
 
@@ -139,6 +141,7 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	}
 	p.breaker.sent(r)
 	p.add(r, now, p.perSecond())
+	p.inUse.take(r)
 	p.meanUncached += (r.Uncached - p.meanUncached) / 16
 }
 
@@ -156,6 +159,7 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.remove(r, how, now, p.perSecond())
+		p.inUse.leave(r, how, now)
 		p.breaker.ended(r, how)
 		if how == finished {
 			p.moved = now
@@ -257,6 +261,14 @@ func (p *Replica) Forget() {
 	}
 }
 
+// cleared drops it because the engine has emptied its cache.
+func (p *Replica) cleared() {
+	p.mu.Lock()
+	p.inUse.cleared()
+	p.mu.Unlock()
+	p.Forget()
+}
+
 // perSecond is the learned prefill rate, or the mean of the others while this
 // replica's own is not known.
 func (p *Replica) perSecond() float64 { return p.rate.perSecond(p.assumed.rate) }
@@ -352,7 +364,7 @@ func (p *Replica) Load(now time.Time) Load {
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
 	}
-	l.Spare = p.spare()
+	l.Spare = p.spare(l.Capacity)
 	l.Used = p.footing
 	if l.KVUsage.Known && l.Capacity > 0 {
 		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
@@ -360,9 +372,14 @@ func (p *Replica) Load(now time.Time) Load {
 	return l
 }
 
-// spare is the share of the replica's blocks in the residency index that are
-// not taken.
-func (p *Replica) spare() float64 {
+// spare is the share of the replica's KV cache of so many tokens that is not
+// taken: by its events, or else by the blocks in the residency index.
+func (p *Replica) spare(capacity float64) float64 {
+	if t := p.truth.Load(); t != nil && capacity > 0 {
+		if taken, ok := t.taken(); ok {
+			return max(0, 1-taken/capacity)
+		}
+	}
 	if p.gone.Load() || p.capacity == 0 {
 		return 0
 	}
@@ -479,10 +496,12 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 // restart forgets what a new process on the same address cannot know.
 func (p *Replica) restart(now time.Time) {
 	p.Forget()
+	p.inUse.cleared()
 	if t := p.truth.Load(); t != nil {
 		t.restarted(now)
 	}
 	p.roster = roster{}
+	p.text.skip()
 	p.baseKnown = false
 	p.calibrated = calibration{}
 	p.hung = false
@@ -516,7 +535,9 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 				seconds:   next.At.Sub(prev.At).Seconds(),
 			})
 		}
-		if !p.foreign.now(now) {
+		if p.foreign.now(now) {
+			p.text.skip()
+		} else {
 			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))
 			p.calibrated.observe(p.passedHits, delta(prev.PrefixHits, next.PrefixHits), next.CapacityTokens.Or(p.assumed.capacity))
 		}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"sync"
 	"syscall"
@@ -464,6 +465,36 @@ func TestBytesPerToken(t *testing.T) {
 	}
 	if got := b.fleet.BytesPerToken(); got < 4.5 {
 		t.Errorf("%v bytes per token, long after the texts changed to 5", got)
+	}
+}
+
+// Scrapes that fall between requests and their tokens lose neither.
+func TestBytesPerTokenAcrossScrapes(t *testing.T) {
+	b := newBench(t, Config{})
+	tokens, first := 0.0, 0.0
+	scrape := func(more float64) {
+		tokens += more
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{PromptTokens: known(tokens), FirstTokens: known(first)})
+	}
+	pass := func() {
+		r := &Reservation{Prompt: 1000, Uncached: 1000, Bytes: 4000}
+		b.replica.Reserve(r, b.now)
+		r.Finish(b.now)
+		first++
+	}
+	scrape(0)
+	for range 10 {
+		pass()
+		scrape(0) // the page was made a moment before
+		scrape(2000)
+		pass()
+		pass()
+		scrape(2000)
+		scrape(2000)
+	}
+	if got := b.fleet.BytesPerToken(); math.Abs(got-2) > 0.1 {
+		t.Errorf("%v bytes per token, the engine counts 2", got)
 	}
 }
 
