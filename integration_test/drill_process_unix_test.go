@@ -54,7 +54,7 @@ var processes = []drill{
 	},
 	{
 		number: "35", name: "GOMEMLIMIT of 40 MiB, prompts of 200 kB", compare: true, fullOnly: true, env: []string{"GOMEMLIMIT=40MiB"},
-		engine: func(_ int, c *enginesim.ServerConfig) { c.PrefillRate = 1e7 },
+		engine: func(_ int, c *enginesim.ServerConfig) { c.PrefillRate = 1e6 },
 		disturb: func(x *exercise) {
 			inParallel(200, 100, func(i int) { x.expect(ask(text(fmt.Sprint("flood ", i), 200_000))) })
 		},

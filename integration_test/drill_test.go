@@ -3,6 +3,7 @@
 package integration
 
 import (
+	"debug/buildinfo"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -10,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"regexp"
+	"runtime/debug"
 	"slices"
 	"strconv"
 	"strings"
@@ -603,9 +605,16 @@ func (x *exercise) judge(row *outcome) {
 	if x.uneven == "" && row.even > evenShare {
 		x.Errorf("%v after the fault one replica computes %.2f times its fair share of new prompts", evenAfter, row.even)
 	}
-	if row.memory > 300<<20 {
+	if row.memory > 300<<20 && !withRaceDetector(x) {
 		x.Errorf("Caddy took %d MiB of memory", row.memory>>20)
 	}
+}
+
+// withRaceDetector tells whether the Caddy under test was built with the race detector, which takes some
+// times as much memory.
+func withRaceDetector(tb testing.TB) bool {
+	info, err := buildinfo.ReadFile(binary(tb))
+	return err == nil && slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"})
 }
 
 // goroutines counts those of the process.
