@@ -18,17 +18,24 @@ func Register(r *prometheus.Registry) error {
 	if r == nil {
 		return nil
 	}
-	all := append(groupCollectors(), fleets)
-	for _, v := range vectors {
-		all = append(all, v)
-	}
-	for _, c := range all {
+	for _, c := range collectors() {
 		var already prometheus.AlreadyRegisteredError
 		if err := r.Register(c); err != nil && !errors.As(err, &already) {
 			return err
 		}
 	}
 	return nil
+}
+
+// collectors are all of this package.
+func collectors() []prometheus.Collector {
+	all := []prometheus.Collector{fleets, captures}
+	for _, l := range []*leased{&ofDecisions, &ofGroups, &ofShadows} {
+		for _, v := range l.vectors {
+			all = append(all, v)
+		}
+	}
+	return all
 }
 
 // Source is where the figures of one fleet come from. Its functions are called

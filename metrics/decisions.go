@@ -5,7 +5,6 @@ package metrics
 import (
 	"math"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -41,13 +40,13 @@ var (
 		[]float64{0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120}, "outcome")
 )
 
-// vectors are all of them, for registration and removal.
-var vectors = []interface {
-	prometheus.Collector
-	DeletePartialMatch(prometheus.Labels) int
-}{
-	decisions, ownPromptTokens, ownHitTokens, retries, avoided,
-	decisionSeconds, matchTokens, costTokens, marginTokens, waitSeconds,
+// ofDecisions are all of them.
+var ofDecisions = leased{
+	by: []string{"fleet", "policy"},
+	vectors: []vector{
+		decisions, ownPromptTokens, ownHitTokens, retries, avoided,
+		decisionSeconds, matchTokens, costTokens, marginTokens, waitSeconds,
+	},
 }
 
 func ownCounter(name, help string, labels ...string) *prometheus.CounterVec {
@@ -85,20 +84,11 @@ type Decisions struct {
 	match, cost, further prometheus.Observer
 }
 
-// held counts the users of each fleet's label sets: when a config is replaced,
-// the new one opens them before the old one closes them.
-var held = struct {
-	sync.Mutex
-	users map[[2]string]int
-}{users: make(map[[2]string]int)}
-
 // NewDecisions makes the counters of a policy, for the closed lists of the
 // reasons that it can give and of why it can leave a replica out.
 func NewDecisions(fleet, policy string, reasons, whys []string) *Decisions {
 	fleet = label(fleet)
-	held.Lock()
-	defer held.Unlock()
-	held.users[[2]string{fleet, policy}]++
+	ofDecisions.take(fleet, policy)
 	d := &Decisions{
 		fleet: fleet, policy: policy,
 		byReason:  make(map[string]prometheus.Counter, len(reasons)),
@@ -125,18 +115,7 @@ func NewDecisions(fleet, policy string, reasons, whys []string) *Decisions {
 }
 
 // Close removes the label sets, unless another policy of the same name uses them.
-func (d *Decisions) Close() {
-	held.Lock()
-	defer held.Unlock()
-	key := [2]string{d.fleet, d.policy}
-	if held.users[key]--; held.users[key] > 0 {
-		return
-	}
-	delete(held.users, key)
-	for _, v := range vectors {
-		v.DeletePartialMatch(prometheus.Labels{"fleet": d.fleet, "policy": d.policy})
-	}
-}
+func (d *Decisions) Close() { ofDecisions.release(d.fleet, d.policy) }
 
 // Choice is what is counted of one choice of a replica.
 type Choice struct {

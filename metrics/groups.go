@@ -3,7 +3,6 @@
 package metrics
 
 import (
-	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -51,28 +50,19 @@ var (
 		"Estimated time to first token at the replica that was taken (choice: other), and at the one that kv_cache_aware would have taken (choice: ours).", "choice")
 )
 
-// groupVectors are all of them, for registration and removal.
-var groupVectors = []interface {
-	prometheus.Collector
-	DeletePartialMatch(prometheus.Labels) int
-}{
-	groupRequests, groupPrompt, groupHit, reportedRequests, reportedPrompt,
-	reportedPredicted, reportedHit, groupTTFT, groupEstimate,
-}
-
-var shadowVectors = []interface {
-	prometheus.Collector
-	DeletePartialMatch(prometheus.Labels) int
-}{shadowDecisions, shadowPrompt, shadowHit, shadowEstimate}
-
-// groupCollectors are what Register adds besides.
-func groupCollectors() []prometheus.Collector {
-	all := []prometheus.Collector{captures}
-	for _, v := range slices.Concat(groupVectors, shadowVectors) {
-		all = append(all, v)
+var (
+	ofGroups = leased{
+		by: []string{"fleet", "group"},
+		vectors: []vector{
+			groupRequests, groupPrompt, groupHit, reportedRequests, reportedPrompt,
+			reportedPredicted, reportedHit, groupTTFT, groupEstimate,
+		},
 	}
-	return all
-}
+	ofShadows = leased{
+		by:      []string{"fleet"},
+		vectors: []vector{shadowDecisions, shadowPrompt, shadowHit, shadowEstimate},
+	}
+)
 
 func groupCounter(name, help string) *prometheus.CounterVec {
 	return prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -87,35 +77,6 @@ func groupHistogram(name, help, by string) *prometheus.HistogramVec {
 	}, []string{"fleet", by})
 }
 
-// leases counts the users of label sets: when a config is replaced, the new
-// one takes them before the old one lets go.
-type leases struct {
-	sync.Mutex
-	users map[[2]string]int
-}
-
-func (l *leases) take(key [2]string) {
-	l.Lock()
-	defer l.Unlock()
-	if l.users == nil {
-		l.users = make(map[[2]string]int)
-	}
-	l.users[key]++
-}
-
-// release calls last when nobody uses the key any more.
-func (l *leases) release(key [2]string, last func()) {
-	l.Lock()
-	defer l.Unlock()
-	if l.users[key]--; l.users[key] > 0 {
-		return
-	}
-	delete(l.users, key)
-	last()
-}
-
-var groupLeases, shadowLeases leases
-
 // Group counts the requests of one fleet that one policy decides on. Its label
 // sets exist from NewGroup to Close. No method allocates.
 type Group struct {
@@ -129,7 +90,7 @@ type Group struct {
 // NewGroup makes the counters of a policy's requests.
 func NewGroup(fleet, group string) *Group {
 	fleet = label(fleet)
-	groupLeases.take([2]string{fleet, group})
+	ofGroups.take(fleet, group)
 	return &Group{
 		fleet: fleet, group: group,
 		requests:  groupRequests.WithLabelValues(fleet, group),
@@ -145,13 +106,7 @@ func NewGroup(fleet, group string) *Group {
 }
 
 // Close removes the label sets, unless another policy of the same name uses them.
-func (g *Group) Close() {
-	groupLeases.release([2]string{g.fleet, g.group}, func() {
-		for _, v := range groupVectors {
-			v.DeletePartialMatch(prometheus.Labels{"fleet": g.fleet, "group": g.group})
-		}
-	})
-}
+func (g *Group) Close() { ofGroups.release(g.fleet, g.group) }
 
 // Ended counts a request with its prompt's tokens and those believed cached,
 // and the time to first token that was estimated.
@@ -187,7 +142,7 @@ type Shadow struct {
 // NewShadow makes the counters.
 func NewShadow(fleet string) *Shadow {
 	s := &Shadow{fleet: label(fleet)}
-	shadowLeases.take([2]string{s.fleet})
+	ofShadows.take(s.fleet)
 	s.prompt = shadowPrompt.WithLabelValues(s.fleet)
 	for i, choice := range []string{"other", "ours"} {
 		s.agrees[i] = shadowDecisions.WithLabelValues(s.fleet, strconv.FormatBool(i == 1))
@@ -198,13 +153,7 @@ func NewShadow(fleet string) *Shadow {
 }
 
 // Close removes the label sets, unless another policy of the same name uses them.
-func (s *Shadow) Close() {
-	shadowLeases.release([2]string{s.fleet}, func() {
-		for _, v := range shadowVectors {
-			v.DeletePartialMatch(prometheus.Labels{"fleet": s.fleet})
-		}
-	})
-}
+func (s *Shadow) Close() { ofShadows.release(s.fleet) }
 
 // Prospect is what is expected of a request at one replica: the tokens believed
 // cached there, and its time to first token.

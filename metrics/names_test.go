@@ -18,12 +18,8 @@ var described = regexp.MustCompile(`fqName: "([^"]+)".*variableLabels: \{([^}]*)
 // families are all that can be exported: names, with their labels.
 func families(t *testing.T) map[string]string {
 	t.Helper()
-	all := append([]prometheus.Collector{fleets}, groupCollectors()...)
-	for _, v := range vectors {
-		all = append(all, v)
-	}
 	out := make(map[string]string)
-	for _, c := range all {
+	for _, c := range collectors() {
 		descs := make(chan *prometheus.Desc, 256)
 		c.Describe(descs)
 		close(descs)
