@@ -44,6 +44,9 @@ const (
 
 // open tells whether the replica should be avoided.
 func (b *breaker) open(now time.Time) bool {
+	if b.failures == 0 {
+		return false
+	}
 	return now.Before(b.until) || b.probe != nil && now.Sub(b.probe.sentAt) < probeFor
 }
 

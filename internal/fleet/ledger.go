@@ -65,6 +65,9 @@ func (l *ledger) drain(now time.Time, rate float64) {
 
 // queue is the backlog at now, without changing anything.
 func (l *ledger) queue(now time.Time, rate float64) float64 {
+	if l.backlog == 0 {
+		return 0
+	}
 	return max(0, l.backlog-rate*max(0, now.Sub(l.asOf).Seconds()))
 }
 
