@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -28,6 +27,7 @@ import (
 
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // adapted reads a Caddyfile as `caddy adapt` does.
@@ -43,17 +43,6 @@ func adapted(t *testing.T, text string) []byte {
 	return config
 }
 
-func freePort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	_, port, _ := net.SplitHostPort(l.Addr().String())
-	return port
-}
-
 // serving is the address of a Caddy that has both policies and has served
 // requests of several kinds.
 func serving(t *testing.T) string {
@@ -67,7 +56,7 @@ func serving(t *testing.T) string {
 		t.Cleanup(e.Close)
 		engines = append(engines, e.Addr())
 	}
-	web := "http://127.0.0.1:" + freePort(t)
+	web := "http://" + loopback.FreeAddr(t)
 	config := adapted(t, string(caddyfile.Format([]byte(fmt.Sprintf(`{
 		admin off
 		persist_config off

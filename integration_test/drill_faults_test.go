@@ -19,6 +19,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // forever is more requests than a drill sends.
@@ -41,7 +42,7 @@ var faults = []drill{
 	},
 	{
 		number: "02", name: "refuses connections", compare: true, options: exampleOptions,
-		others: func(x *exercise) []string { return []string{freeAddr(x)} },
+		others: func(x *exercise) []string { return []string{loopback.FreeAddr(x)} },
 	},
 	{
 		number: "03", name: "accepts and never answers", hangs: true, compare: true, fullOnly: true, spread: true,

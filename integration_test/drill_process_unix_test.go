@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // processes are drills with processes, whose signals and limits are not the same on every system.
@@ -78,7 +79,7 @@ var processes = []drill{
 
 // startOutside starts a replica in a process of its own.
 func startOutside(x *exercise) []string {
-	x.outside = freeAddr(x)
+	x.outside = loopback.FreeAddr(x)
 	cmd := exec.Command(binary(x), "kv-cache", "simulate", "--listen", x.outside)
 	if err := cmd.Start(); err != nil {
 		x.Fatal(err)

@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // The steady load of a drill: chats that share a few system prompts, most answered at once, some streamed.
@@ -293,7 +294,7 @@ func (x *exercise) startFleet() {
 
 // startDynamic starts one engine that listens on all addresses, and a resolver that names some of them.
 func (x *exercise) startDynamic() {
-	_, port, _ := net.SplitHostPort(freeAddr(x))
+	_, port, _ := net.SplitHostPort(loopback.FreeAddr(x))
 	config := steady
 	config.OnRequest, config.Addr = x.visited, net.JoinHostPort("0.0.0.0", port)
 	engine, err := enginesim.StartServer(config)

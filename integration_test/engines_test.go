@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // fast makes the simulated engines quick, so that tests don't wait for them.
@@ -24,7 +25,7 @@ func engines(tb testing.TB, n int, config enginesim.ServerConfig) enginesim.Flee
 	tb.Helper()
 	fleet := make(enginesim.Fleet, n)
 	for i := range fleet {
-		config.Addr = freeAddr(tb) // which stays ours while the engine is down
+		config.Addr = loopback.FreeAddr(tb) // which stays ours while the engine is down
 		s, err := enginesim.StartServer(config)
 		if err != nil {
 			tb.Fatal(err)

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 const (
@@ -73,7 +74,7 @@ func TestExamplesAreValid(t *testing.T) {
 func startExample(tb testing.TB, addrs []string) *proxy {
 	tb.Helper()
 	p := newProxy(tb)
-	metrics := freeAddr(tb)
+	metrics := loopback.FreeAddr(tb)
 	p.page = "http://" + metrics + "/metrics"
 	text := readFile(tb, exampleCaddyfile)
 	for _, r := range [][2]string{

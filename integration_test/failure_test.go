@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // One replica refuses connections: no request fails, and it is tried hardly ever.
@@ -20,7 +21,7 @@ func TestDeadUpstream(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			fleet := engines(t, 2, fast)
-			dead := freeAddr(t)
+			dead := loopback.FreeAddr(t)
 			p := start(t, reverseProxy(append(fleet.Addrs(), dead), policy, "lb_retries 1"))
 			for i := range 200 {
 				a := p.post(chatPath, ask(text(fmt.Sprint("prompt ", i), 500)))

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -28,6 +27,8 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"go.uber.org/goleak"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // patience bounds every wait for something that must happen; nothing is measured by it.
@@ -125,7 +126,7 @@ func start(tb testing.TB, directives string) *proxy {
 func newProxy(tb testing.TB) *proxy {
 	tb.Helper()
 	p := &proxy{
-		tb: tb, addr: freeAddr(tb), admin: freeAddr(tb), dir: tb.TempDir(),
+		tb: tb, addr: loopback.FreeAddr(tb), admin: loopback.FreeAddr(tb), dir: tb.TempDir(),
 		exited: make(chan struct{}), client: newClient(tb), level: "DEBUG",
 	}
 	p.page = "http://" + p.addr + "/caddy-metrics"
@@ -134,7 +135,7 @@ func newProxy(tb testing.TB) *proxy {
 
 // caddyfile is the configuration of a site.
 func (p *proxy) caddyfile(directives string) string {
-	_, port, _ := net.SplitHostPort(p.addr) // of an address that freeAddr made
+	_, port, _ := net.SplitHostPort(p.addr) // of an address of the loopback interface
 	p.config++
 	return fmt.Sprintf(`%s
 :%s {
@@ -425,33 +426,6 @@ func await(tb testing.TB, what string, is func() bool) {
 		pause = min(2*pause, 20*time.Millisecond)
 	}
 }
-
-// freeAddr returns an address on which nothing listens, and which the system gives to no outgoing
-// connection meanwhile: its port is below those of common ephemeral ranges. No two tests get the same, and
-// other processes that run these tests most likely choose from another thousand.
-func freeAddr(tb testing.TB) string {
-	tb.Helper()
-	const first, thousands = 13000, 18
-	base := first + os.Getpid()%thousands*1000
-	for range 10_000 {
-		port := base + rand.IntN(1000)
-		if _, given := givenPorts.LoadOrStore(port, true); given {
-			continue
-		}
-		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
-		if l, err := net.Listen("tcp", addr); err == nil {
-			_ = l.Close()
-			tb.Cleanup(func() { givenPorts.Delete(port) })
-			return addr
-		}
-		givenPorts.Delete(port)
-	}
-	tb.Fatalf("no free port between %d and %d", base, base+1000)
-	return ""
-}
-
-// givenPorts are those that freeAddr has given to tests that run.
-var givenPorts sync.Map
 
 // newClient returns a client whose connections end with the test.
 func newClient(tb testing.TB) *http.Client {

@@ -14,6 +14,8 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // A marker in prompts, and the value that tells tenants apart, are found nowhere but at the engine: not in
@@ -28,7 +30,7 @@ func TestPromptsStayPrivate(t *testing.T) {
 		}
 	}
 	fleet := engines(t, 2, config)
-	dead := freeAddr(t)
+	dead := loopback.FreeAddr(t)
 	capture := filepath.Join(t.TempDir(), "capture.jsonl")
 	p := start(t, `log
 		log_append replica {http.reverse_proxy.kv_cache.replica}

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/net/dns/dnsmessage"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // A reload in the middle of a stream: the stream goes on, and nothing that was known is lost.
@@ -201,7 +202,7 @@ type resolver struct {
 
 func startResolver(t *testing.T, addrs ...string) *resolver {
 	t.Helper()
-	tcp, err := net.Listen("tcp", freeAddr(t))
+	tcp, err := net.Listen("tcp", loopback.FreeAddr(t))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -278,7 +279,7 @@ func (d *resolver) answer(question []byte) []byte {
 
 // Replicas found by DNS: they are new objects to the policy at each request, in any order, and come and go.
 func TestDynamicUpstreams(t *testing.T) {
-	_, port, _ := net.SplitHostPort(freeAddr(t))
+	_, port, _ := net.SplitHostPort(loopback.FreeAddr(t))
 	hosts := []string{"127.0.0.1", "127.0.0.2", "127.0.0.3"}
 	fleet := make(enginesim.Fleet, len(hosts))
 	for i, host := range hosts {

@@ -69,6 +69,8 @@ const (
 	WaitLeft = "left"
 	// WaitNone: no replica was available any more.
 	WaitNone = "none"
+	// WaitRefused: it had waited for too long, and was refused.
+	WaitRefused = "refused"
 )
 
 // Decisions counts the decisions of one policy. Its label sets exist from
@@ -108,7 +110,7 @@ func NewDecisions(fleet, policy string, reasons, whys []string) *Decisions {
 	for _, w := range whys {
 		d.byWhy[w] = avoided.WithLabelValues(fleet, policy, w)
 	}
-	for _, o := range []string{WaitSent, WaitLeft, WaitNone} {
+	for _, o := range []string{WaitSent, WaitLeft, WaitNone, WaitRefused} {
 		d.byOutcome[o] = waitSeconds.WithLabelValues(fleet, policy, o)
 	}
 	return d

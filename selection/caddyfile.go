@@ -24,6 +24,12 @@ import (
 //		api_key          <key>
 //		pin_header       <field>
 //		tenant           <text>
+//		queue_off
+//		queue_max        <requests>
+//		queue_wait       <duration>
+//		queue_full       send|refuse
+//		queue_priority   <placeholder>|body
+//		queue_fair       <placeholder>
 //		fallback         <policy>
 //		shadow           <policy>
 //		share            <percent> <policy>
@@ -73,6 +79,11 @@ func (p *KVCacheAware) UnmarshalCaddyfile(d *caddyfile.Dispenser) error {
 		case "capture":
 			p.Capture = new(Capture)
 			return p.Capture.unmarshal(d)
+		case "queue_off", "queue_max", "queue_wait", "queue_full", "queue_priority", "queue_fair":
+			if p.Queue == nil {
+				p.Queue = new(Queue)
+			}
+			return p.Queue.unmarshalOption(d)
 		default:
 			if p.Metrics == nil {
 				p.Metrics = new(Polling)
@@ -140,6 +151,27 @@ func (*Events) unmarshal(d *caddyfile.Dispenser, address *string) error {
 	err := parse(d, address, text)
 	*address = unshorten.Replace(*address)
 	return err
+}
+
+func (q *Queue) unmarshalOption(d *caddyfile.Dispenser) error {
+	switch d.Val() {
+	case "queue_off":
+		if d.NextArg() {
+			return d.ArgErr()
+		}
+		q.Off = true
+		return nil
+	case "queue_max":
+		return parse(d, &q.MaxRequests, positiveInt)
+	case "queue_wait":
+		return parse(d, &q.MaxWait, duration)
+	case "queue_full":
+		return parse(d, &q.Full, sendOrRefuse)
+	case "queue_priority":
+		return parse(d, &q.Priority, text)
+	default: // queue_fair
+		return parse(d, &q.Fair, text)
+	}
 }
 
 func (p *Polling) unmarshalOption(d *caddyfile.Dispenser) error {
@@ -255,6 +287,13 @@ func size(s string) (int64, string) {
 		return 0, "a positive size, such as 4MiB"
 	}
 	return int64(n), ""
+}
+
+func sendOrRefuse(s string) (string, string) {
+	if s != sendWhenFull && s != refuseWhenFull {
+		return "", sendWhenFull + " or " + refuseWhenFull
+	}
+	return s, ""
 }
 
 func duration(s string) (caddy.Duration, string) {

@@ -205,7 +205,7 @@ func (c *core) decide(r *http.Request) (*decision, bool) {
 func (c *core) fallBack(fallback reverseproxy.Selector, bar bar, d *decision, pool reverseproxy.UpstreamPool, r *http.Request, w http.ResponseWriter, start time.Time) *reverseproxy.Upstream {
 	u := c.delegate(fallback, d, pool, r, w, bar, start)
 	if u == nil {
-		c.none(r, start)
+		c.none(r, ReasonNone, start)
 		return nil
 	}
 	d.send(&attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason, cost: math.NaN()}, start)

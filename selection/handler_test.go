@@ -27,6 +27,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // proxy is a Caddy that runs in this process: there can be one at a time. Each
@@ -74,20 +75,10 @@ const (
 	hashPolicy     = `{"policy": "prefix_hash"}`
 )
 
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
 // run starts Caddy with the routes, until the test ends.
 func run(t *testing.T, routes map[string]string) *proxy {
 	t.Helper()
-	p := &proxy{addr: freeAddr(t), routes: routes, dir: t.TempDir()}
+	p := &proxy{addr: loopback.FreeAddr(t), routes: routes, dir: t.TempDir()}
 	t.Cleanup(func() {
 		if err := caddy.Stop(); err != nil {
 			t.Error(err)
@@ -139,10 +130,20 @@ func inFlight(t *testing.T) float64 {
 // decided reads a decision counter from Caddy's own metrics page.
 func (p *proxy) decided(t *testing.T, labels ...string) float64 {
 	t.Helper()
-	resp, err := http.Get("http://" + p.addr + "/caddy-metrics")
-	if err != nil {
-		t.Fatal(err)
-	}
+	return p.metric(t, "caddy_kv_cache_decisions_total", labels...)
+}
+
+// metric sums a counter or gauge of Caddy's own metrics page over all series
+// that have the labels.
+func (p *proxy) metric(t *testing.T, name string, labels ...string) float64 {
+	t.Helper()
+	var resp *http.Response
+	// A reload resets connections that the old listener had not accepted yet.
+	await(t, "the metrics page", func() (ok bool) {
+		var err error
+		resp, err = http.Get("http://" + p.addr + "/caddy-metrics")
+		return err == nil
+	})
 	defer resp.Body.Close()
 	parser := expfmt.NewTextParser(model.UTF8Validation)
 	families, err := parser.TextToMetricFamilies(resp.Body)
@@ -151,7 +152,7 @@ func (p *proxy) decided(t *testing.T, labels ...string) float64 {
 	}
 	sum := 0.0
 next:
-	for _, m := range families["caddy_kv_cache_decisions_total"].GetMetric() {
+	for _, m := range families[name].GetMetric() {
 		has := make(map[string]string)
 		for _, l := range m.GetLabel() {
 			has[l.GetName()] = l.GetValue()
@@ -161,7 +162,7 @@ next:
 				continue next
 			}
 		}
-		sum += m.GetCounter().GetValue()
+		sum += m.GetCounter().GetValue() + m.GetGauge().GetValue()
 	}
 	return sum
 }
@@ -482,7 +483,7 @@ func TestUpgrade(t *testing.T) {
 // With a dead replica in the pool every request is served, at whatever replica
 // it begins.
 func TestDeadReplica(t *testing.T) {
-	dead := freeAddr(t)
+	dead := loopback.FreeAddr(t)
 	live := []string{receiver(t), receiver(t)}
 	for name, policy := range map[string]string{"aware": awareNoPolling, "hash": hashPolicy} {
 		t.Run(name, func(t *testing.T) {
@@ -708,7 +709,7 @@ func TestValidateLeavesNothing(t *testing.T) {
 	defer s.Close()
 	pool := []string{s.Listener.Addr().String()}
 	validate := func(routes map[string]string) error {
-		p := &proxy{addr: freeAddr(t), routes: routes, dir: t.TempDir()}
+		p := &proxy{addr: loopback.FreeAddr(t), routes: routes, dir: t.TempDir()}
 		var cfg caddy.Config
 		if err := json.Unmarshal(p.config(), &cfg); err != nil {
 			t.Fatal(err)

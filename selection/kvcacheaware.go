@@ -68,6 +68,9 @@ type KVCacheAware struct {
 	// config is loaded, such as {env.*} and {file.*}. Default: none.
 	APIKey string `json:"api_key,omitempty"`
 
+	// How requests wait that can't start at once.
+	Queue *Queue `json:"queue,omitempty"`
+
 	// A request header, such as X-Session-ID, whose value keeps all requests
 	// that carry it at one replica as long as that is available. The first of
 	// them is placed by cost. Default: none.
@@ -142,8 +145,9 @@ func (p *KVCacheAware) Provision(ctx caddy.Context) error {
 	}); err != nil {
 		return err
 	}
-	p.schedule = plan.NewScheduler(fleet.Process.Index, p.fleet.Rate)
+	p.schedule = plan.NewScheduler(fleet.Process.Index)
 	p.schedule.Rule = plan.Rule{MatchWeight: p.MatchWeight, PerRequest: p.RequestCost}
+	p.schedule.Terms = p.Queue.terms()
 	p.pump = newPump(p.schedule)
 	return p.Rollout.provision(ctx, &p.core)
 }
@@ -163,6 +167,9 @@ func (p *KVCacheAware) Validate() error {
 		return fmt.Errorf("max_body is %d bytes, but can't be negative", p.MaxBody)
 	}
 	if err := p.KVEvents.validate(); err != nil {
+		return err
+	}
+	if err := p.Queue.validate(); err != nil {
 		return err
 	}
 	return p.Metrics.validate()
@@ -207,6 +214,9 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 		a.prefix.Prune()
 	}
 	p.tell(a, r)
+	if a.choice.Refused {
+		refuse(w, a.choice.RetryAfter)
+	}
 	p.done(a)
 	return upstream
 }
@@ -214,10 +224,14 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 // tell lets operators know of what was decided.
 func (p *KVCacheAware) tell(a *asking, r *http.Request) {
 	decided, outcome := a.start.Add(a.choice.Waited), metrics.WaitSent
-	if a.upstream == nil {
-		p.none(r, decided)
+	switch {
+	case a.choice.Refused:
+		p.none(r, ReasonRefused, decided)
+		outcome = metrics.WaitRefused
+	case a.upstream == nil:
+		p.none(r, ReasonNone, decided)
 		outcome = metrics.WaitNone
-	} else {
+	default:
 		p.note(r, a.decision, decided)
 		if a.choice.Open < len(a.Replicas) && a.pinned < 0 {
 			p.noteAvoided(a.decision, a.pool, decided)
@@ -265,6 +279,7 @@ func (p *KVCacheAware) ask(d *decision, pool reverseproxy.UpstreamPool, r *http.
 	if a.Serves = p.fleet.Serving(d.prompt.Model, a.Replicas, a.serves, now); a.Serves != nil {
 		a.serves = a.Serves
 	}
+	a.Priority, a.Sharer = p.Queue.of(r, &d.prompt)
 	if p.pins != nil {
 		if a.session = r.Header.Get(p.PinHeader); a.session != "" {
 			if home, ok := p.pins.get(a.session, d.seed); ok {

@@ -67,9 +67,9 @@ func (c *core) note(r *http.Request, d *decision, start time.Time) {
 }
 
 // none notes that no replica was available.
-func (c *core) none(r *http.Request, start time.Time) {
+func (c *core) none(r *http.Request, why Reason, start time.Time) {
 	c.counts.Count(&metrics.Choice{
-		Reason: string(ReasonNone),
+		Reason: string(why),
 		Took:   time.Since(start),
 		Trace:  sampled(trace.SpanContextFromContext(r.Context())),
 	})

@@ -175,7 +175,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 	}
 	p.gather(candidates, d, key, pool, start)
 	if len(candidates.at) == 0 {
-		p.none(r, start)
+		p.none(r, ReasonNone, start)
 		return nil
 	}
 	h, reason := p.choose(candidates)

@@ -31,6 +31,9 @@ const (
 	ReasonOther Reason = "other"
 	// ReasonNone: no replica was available.
 	ReasonNone Reason = "none"
+	// ReasonRefused: too many requests were waiting, or it had waited for too
+	// long; the client was asked to come again.
+	ReasonRefused Reason = "refused"
 
 	// The fallback policy decided, because the request
 	// ReasonNoPrompt: is of no API that computes a prompt.
@@ -56,7 +59,7 @@ const (
 // reasons is the whole list, as metric labels.
 var reasons = []string{
 	string(ReasonMatch), string(ReasonBalance), string(ReasonNoMatch), string(ReasonHome),
-	string(ReasonOverflow), string(ReasonPinned), string(ReasonOnly), string(ReasonOther), string(ReasonNone),
+	string(ReasonOverflow), string(ReasonPinned), string(ReasonOnly), string(ReasonOther), string(ReasonNone), string(ReasonRefused),
 	string(ReasonNoPrompt), string(ReasonNoBody), string(ReasonNotJSON), string(ReasonCutJSON),
 	string(ReasonNoText), string(ReasonTooDeep), string(ReasonEncoded), string(ReasonIncremental),
 	string(ReasonBodyError),

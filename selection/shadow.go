@@ -137,7 +137,7 @@ func (p *KVCacheAware) selectOther(d *decision, pool reverseproxy.UpstreamPool, 
 	u := p.delegate(p.other, d, pool, r, w, drained, start)
 	i := slices.Index(pool, u)
 	if u == nil || i < 0 {
-		p.none(r, start)
+		p.none(r, ReasonNone, start)
 		return nil
 	}
 	now := time.Now()

@@ -17,6 +17,7 @@ import (
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // held is how many requests and blocks the replica of an upstream has.
@@ -240,7 +241,7 @@ func TestShareThroughProxy(t *testing.T) {
 // A body larger than max_body reaches the second replica whole when the first
 // is dead, with a policy of ours that reads it as well.
 func TestShadowRetriesLargeBody(t *testing.T) {
-	dead, live := freeAddr(t), receiver(t)
+	dead, live := loopback.FreeAddr(t), receiver(t)
 	policy := `{"policy": "kv_cache_aware", "metrics": {"off": true}, "max_body": 20000, "other": {"policy": "prefix_hash", "max_body": 20000}}`
 	p := run(t, map[string]string{"x": handler(policy, []string{dead, live}, "", `, "retries": 2`)})
 	c := newHTTPClient(t, false)

@@ -8,7 +8,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -22,6 +21,7 @@ import (
 	"go.uber.org/goleak"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/integration_test/vllm"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // The tests here need no engine: that the real one starts and ends with a [vllm.Fleet], the tests in the folder above
@@ -275,7 +275,7 @@ func TestStartRejectsBlankInFlag(t *testing.T) {
 func TestReplicaEndsWithItsStarter(t *testing.T) {
 	fakeInstallation(t)
 	mustScript(t, "install")
-	address := freeAddress(t)
+	address := loopback.FreeAddr(t)
 	_, port, _ := strings.Cut(address, ":")
 	cmd := exec.Command("bash", "run.sh", "serve", t.TempDir(), port)
 	cmd.Env = append(os.Environ(), "WATCH_STDIN=1")
@@ -299,17 +299,6 @@ func TestReplicaEndsWithItsStarter(t *testing.T) {
 	case <-time.After(30 * time.Second):
 		t.Fatal("the replica outlived its standard input by 30 s")
 	}
-}
-
-// freeAddress returns an address on which nothing listens.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 func get(t *testing.T, url string) string {

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -22,6 +21,7 @@ import (
 	_ "github.com/caddyserver/caddy/v2/modules/metrics"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache/selection"
 )
 
@@ -47,19 +47,9 @@ const (
 	hash  = `{"policy": "prefix_hash", "name": "embed"}`
 )
 
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
-}
-
 func start(t *testing.T, proxies ...string) *site {
 	t.Helper()
-	s := &site{admin: freeAddr(t), addr: freeAddr(t), dir: t.TempDir(), proxies: proxies}
+	s := &site{admin: loopback.FreeAddr(t), addr: loopback.FreeAddr(t), dir: t.TempDir(), proxies: proxies}
 	t.Cleanup(func() {
 		if err := caddy.Stop(); err != nil {
 			t.Error(err)

@@ -25,8 +25,11 @@ type ledger struct {
 	backlog float64   // uncached prompt tokens believed not yet prefilled
 	asOf    time.Time // when backlog was right
 
-	inFlight int     // sent and not released
-	footing  float64 // prompt tokens of those in flight: what they hold of the KV cache
+	inFlight    int     // sent and not released
+	outstanding float64 // prompt tokens of those in flight
+	// uncached prompt tokens of those in flight: what they take of the KV cache.
+	// What an engine has cached it holds already, be it for ten of them.
+	footing float64
 
 	sent uint64 // reservations ever made, minus those aborted before their first token
 	past uint64 // of those, known to be past their first token
@@ -36,6 +39,10 @@ type ledger struct {
 	passedBytes float64 // text bytes of those that got past it since the last scrape
 	passedHits  float64 // and the hit tokens believed of them
 }
+
+// lateMargin is what a first token may be late by, apart from estimates that
+// are off: scrapes are a second old.
+const lateMargin = time.Second
 
 // outcome tells how a request ended.
 type outcome uint8
@@ -49,8 +56,10 @@ const (
 func (l *ledger) add(r *Reservation, now time.Time, rate float64) {
 	l.drain(now, rate)
 	l.backlog += r.Uncached
+	r.expected = time.Duration(l.backlog / max(rate, 1) * float64(time.Second))
 	l.inFlight++
-	l.footing += r.Prompt
+	l.outstanding += r.Prompt
+	l.footing += r.Uncached
 	l.sent++
 	l.waiting = append(l.waiting, r)
 }
@@ -75,9 +84,10 @@ func (l *ledger) queue(now time.Time, rate float64) float64 {
 func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64) {
 	l.drain(now, rate)
 	l.inFlight--
-	l.footing -= r.Prompt
+	l.outstanding -= r.Prompt
+	l.footing -= r.Uncached
 	if l.inFlight == 0 {
-		l.footing = 0 // no drift from float sums
+		l.outstanding, l.footing = 0, 0 // no drift from float sums
 	}
 	if r.past {
 		return
@@ -154,6 +164,19 @@ func (l *ledger) trim() {
 		clear(l.waiting[n:])
 		l.waiting, l.head = l.waiting[:n], 0
 	}
+}
+
+// lateBy is how much longer the first in line waits for its first token than
+// the prefills ahead of it and its own explain, with a margin for estimates that
+// are off. An engine that runs as many sequences as it can, or whose KV cache is
+// full, takes nobody in, however little there is to prefill; as the first in line
+// has waited, so will the last.
+func (l *ledger) lateBy(now time.Time) time.Duration {
+	if l.unstarted() == 0 {
+		return 0
+	}
+	r := l.waiting[l.head]
+	return max(0, now.Sub(r.sentAt)-2*r.expected-lateMargin)
 }
 
 // unstarted is the number of our requests not known to be past their first token.

@@ -105,6 +105,9 @@ func (l Load) Free() float64 {
 	return l.Capacity - l.Used
 }
 
+// Wait is the queue with what the engine is late by, in tokens at its rate.
+func (l Load) Wait() float64 { return l.Queue + l.Rate*l.Late.Seconds() }
+
 // Reservation is one request sent to one replica: it counts in the ledger from
 // the choice until Release.
 type Reservation struct {
@@ -117,12 +120,13 @@ type Reservation struct {
 	// Chain is the prompt's text blocks, nil if it has none. It must not be changed.
 	Chain []uint64
 
-	replica *Replica
-	seq     uint64
-	sentAt  time.Time
-	past    bool
-	place   int // in inUse, from 1
-	once    sync.Once
+	replica  *Replica
+	seq      uint64
+	sentAt   time.Time
+	expected time.Duration // from then to its first token
+	past     bool
+	place    int // in inUse, from 1
+	once     sync.Once
 }
 
 // Replica tells where the reservation was made.
@@ -311,6 +315,10 @@ type Load struct {
 	// QueueKnown tells whether the engine's own figures keep Queue right: a
 	// fresh scrape with a count of first tokens, and no other senders.
 	QueueKnown bool
+	// Late is how much longer than its queue explains the first in line has
+	// waited for its first token: the engine is full, or slow. 0 unless
+	// QueueKnown.
+	Late time.Duration
 	// Rate is how many of them the replica prefills a second; RateKnown tells
 	// whether that was learned from this replica itself.
 	Rate      float64
@@ -341,7 +349,7 @@ type Load struct {
 func (p *Replica) Outstanding() float64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.footing
+	return p.outstanding
 }
 
 // Avoided says why the replica should not be chosen while another can be.
@@ -363,6 +371,9 @@ func (p *Replica) Load(now time.Time) Load {
 	l.Room = p.warm.room(p.inFlight, now)
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
+	}
+	if l.QueueKnown {
+		l.Late = p.lateBy(now)
 	}
 	l.Spare = p.spare(l.Capacity)
 	l.Used = p.footing

@@ -40,7 +40,7 @@ func (p *Replica) view(now time.Time) metrics.View {
 		Snapshot:    p.latest,
 		InFlight:    float64(p.inFlight),
 		Queue:       p.queue(now, r),
-		Outstanding: p.footing,
+		Outstanding: p.outstanding,
 		Others:      p.others,
 		Rate:        r,
 		RateKnown:   p.rate.known(),

@@ -9,7 +9,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"strings"
@@ -27,6 +26,7 @@ import (
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/load"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/trace"
 	_ "github.com/seed-2fa47a1e/caddy-kv-cache/selection"
 )
@@ -40,7 +40,7 @@ type site struct{ addr string }
 // serve runs a Caddy whose only site is given, until the test ends.
 func serve(t *testing.T, directives string) *site {
 	t.Helper()
-	s := &site{freeAddr(t)}
+	s := &site{loopback.FreeAddr(t)}
 	t.Cleanup(func() {
 		if err := caddy.Stop(); err != nil {
 			t.Error(err)
@@ -65,16 +65,6 @@ func (s *site) load(t *testing.T, directives string) {
 func adapt(text string) ([]byte, error) {
 	config, _, err := caddyfile.Adapter{ServerType: httpcaddyfile.ServerType{}}.Adapt([]byte(text), nil)
 	return config, err
-}
-
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 // engines starts simulated engines until the test ends.

@@ -30,9 +30,9 @@ type Candidate struct {
 	Queue float64
 	// Uncached is how many tokens of this prompt would be computed there.
 	Uncached float64
-	// Need is the KV cache this request will take there, in tokens; Free how
-	// much there is, +Inf if unknown.
-	Need, Free float64
+	// Free is how many tokens of KV cache are free there, +Inf if unknown. The
+	// request takes Uncached of them: what is cached is there already.
+	Free float64
 	// InFlight counts the requests there.
 	InFlight float64
 	// Pace is the replica's prefill rate relative to the fleet's mean; 1 if
@@ -54,10 +54,15 @@ type Candidate struct {
 // weighed by the pace, each match weight above 1 would pile that much more work
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
-	pressure := max(0, c.Need-c.Free)
-	own := c.Queue + c.Uncached + r.PerRequest*c.InFlight + pressure
-	return own/c.Pace + (r.MatchWeight-1)*c.Uncached
+	return r.cost(c.Queue, c.Uncached, c.InFlight, c.pressure(), c.Pace)
 }
+
+func (r Rule) cost(queue, uncached, inFlight, pressure, pace float64) float64 {
+	return (queue+uncached+r.PerRequest*inFlight+pressure)/pace + (r.MatchWeight-1)*uncached
+}
+
+// pressure is how many tokens of KV cache must be freed for the request.
+func (c *Candidate) pressure() float64 { return max(0, c.Uncached-c.Free) }
 
 const (
 	// Below this difference in cost, in tokens and as a share, two replicas
@@ -72,6 +77,9 @@ const (
 	spareStep = 0.01
 )
 
+// tiedWith is up to which cost a replica costs the same as the cheapest.
+func tiedWith(least float64) float64 { return least + tieTokens + tieShare*least }
+
 // Choose returns the index of the cheapest candidate and its cost, or -1 if
 // there is none. Ties, normal on an idle fleet, go to the most free KV cache,
 // then to the one that has the most room left before it must evict, and then to
@@ -82,7 +90,7 @@ func (r Rule) Choose(cs []Candidate) (best int, cost float64) {
 		cs[i].cost = r.Cost(&cs[i])
 		least = min(least, cs[i].cost)
 	}
-	tied := least + tieTokens + tieShare*least
+	tied := tiedWith(least)
 	freest := math.Inf(-1)
 	for i := range cs {
 		if cs[i].cost <= tied {

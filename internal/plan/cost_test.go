@@ -15,8 +15,8 @@ import (
 func reference(r Rule, cs []Candidate) int {
 	cost := func(c Candidate) float64 {
 		preempted := 0.0
-		if c.Need > c.Free {
-			preempted = c.Need - c.Free
+		if c.Uncached > c.Free {
+			preempted = c.Uncached - c.Free
 		}
 		return (c.Queue+c.Uncached+r.PerRequest*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached
 	}
@@ -32,6 +32,11 @@ func reference(r Rule, cs []Candidate) int {
 		freest = math.Max(freest, cs[i].KVFree)
 	}
 	places = slices.DeleteFunc(places, func(i int) bool { return cs[i].KVFree < freest-kvStep })
+	sparest := math.Inf(-1)
+	for _, i := range places {
+		sparest = math.Max(sparest, cs[i].Spare)
+	}
+	places = slices.DeleteFunc(places, func(i int) bool { return cs[i].Spare < sparest-spareStep })
 	if len(places) == 0 {
 		return -1
 	}
@@ -43,11 +48,11 @@ func anyCandidate(rng *rand.Rand) Candidate {
 	return Candidate{
 		Queue:      pick(0, 0, 10, 1000, 5000*rng.Float64()),
 		Uncached:   pick(16, 100, 110, 3000*rng.Float64()),
-		Need:       pick(100, 5000),
-		Free:       pick(math.Inf(1), math.Inf(1), 0, 4000, -100),
+		Free:       pick(math.Inf(1), math.Inf(1), 0, 1000, -100),
 		InFlight:   pick(0, 1, 2, 30),
 		Pace:       pick(1, 1, 1, 0.5, 2),
 		KVFree:     pick(1, 1, 0.96, 0.5, rng.Float64()),
+		Spare:      pick(1, 1, 0.995, 0.5, rng.Float64()),
 		Rendezvous: rng.Uint64(),
 	}
 }
@@ -120,7 +125,7 @@ func TestTies(t *testing.T) {
 			with(func(c *Candidate) { c.Uncached = 16; c.Queue = 10_000 }), idle,
 		}, 1},
 		{"requests in flight count", []Candidate{with(func(c *Candidate) { c.InFlight = 1; c.Rendezvous = 9 }), idle}, 1},
-		{"a full cache counts", []Candidate{with(func(c *Candidate) { c.Need, c.Free, c.Rendezvous = 1000, 100, 9 }), idle}, 1},
+		{"a full cache counts", []Candidate{with(func(c *Candidate) { c.Free, c.Rendezvous = 100, 9 }), idle}, 1},
 		{"a faster one may have more queued", []Candidate{
 			with(func(c *Candidate) { c.Queue, c.Pace = c.Uncached/2, 2 }), with(func(c *Candidate) { c.Rendezvous = 9 }),
 		}, 0},
@@ -181,7 +186,7 @@ func BenchmarkChoose(b *testing.B) {
 	for range rounds {
 		for i := range cs {
 			c := &cs[i]
-			sum += c.Queue + c.Uncached + c.Need + c.InFlight + c.Pace + c.KVFree
+			sum += c.Queue + c.Uncached + c.InFlight + c.Pace + c.KVFree
 		}
 	}
 	plain := float64(time.Since(began).Nanoseconds()) / rounds / float64(len(cs))

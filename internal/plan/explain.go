@@ -29,7 +29,7 @@ func (r Rule) Costs(c *Candidate) Costs {
 	costs := Costs{
 		Queue:    c.Queue / c.Pace,
 		Requests: r.PerRequest * c.InFlight / c.Pace,
-		Pressure: max(0, c.Need-c.Free) / c.Pace,
+		Pressure: c.pressure() / c.Pace,
 		Pace:     c.Pace,
 	}
 	costs.Compute = r.Cost(c) - costs.Total()
@@ -64,25 +64,23 @@ type Option struct {
 func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.epoch++
-	s.match(r, now)
-	c, fits := s.choose(r, now)
+	s.lanes.next(now)
+	s.match(r)
+	c, fits := s.choose(r)
 	f := Forecast{
 		Choice:  c,
-		Waits:   c.Index >= 0 && (!fits || len(s.waiting) > 0),
-		Ahead:   len(s.waiting),
+		Waits:   c.Index >= 0 && (!fits || s.line.len() > 0),
+		Ahead:   s.line.len(),
 		Options: make([]Option, len(r.Replicas)),
 	}
 	for _, at := range s.choices {
 		f.Options[at].Allowed = true
 	}
-	everyone := *r
-	everyone.Caller = anybody{}
-	s.gather(&everyone, anyOpen, now)
+	s.gather(r, anybody{}, anyOpen)
 	for i, at := range s.choices {
 		o, p := &f.Options[at], r.Replicas[at]
 		o.Matched, o.Hit, o.Uncached = r.blocksAt(at), s.hits[i], s.cands[i].Uncached
-		o.Load, o.Costs = s.lane(p, now).load, s.Rule.Costs(&s.cands[i])
+		o.Load, o.Costs = s.lanes.of(p).load, s.Rule.Costs(&s.cands[i])
 	}
 	return f
 }

@@ -21,7 +21,7 @@ func TestCostsAddUp(t *testing.T) {
 	for range 1000 {
 		rule := Rule{MatchWeight: 1 + 3*r.Float64(), PerRequest: 1000 * r.Float64()}
 		c := Candidate{
-			Queue: 1e5 * r.Float64(), Uncached: 1e4 * r.Float64(), Need: 1e5 * r.Float64(),
+			Queue: 1e5 * r.Float64(), Uncached: 1e4 * r.Float64(),
 			Free: 1e5 * r.Float64(), InFlight: float64(r.IntN(50)), Pace: 0.1 + 2*r.Float64(),
 		}
 		if r.IntN(3) == 0 {
@@ -64,7 +64,7 @@ func TestExplainIsWhatSubmitDoes(t *testing.T) {
 	}
 	f := registry.New(fleet.Config{}, addrs)
 	defer f.Stop()
-	s := NewScheduler(registry.Index, f.Rate)
+	s := NewScheduler(registry.Index)
 	s.Terms = BindOnArrival
 	now := time.Unix(1000, 0)
 	r := rand.New(rand.NewPCG(3, 4))

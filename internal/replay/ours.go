@@ -81,6 +81,7 @@ func (a *Aware) settings() map[string]setting {
 		"age":          number(&a.Terms.Age),
 		"slip":         number(&a.Terms.Slip),
 		"grace":        duration(&a.Terms.Grace),
+		"patience":     duration(&a.Terms.Patience),
 		"longest":      duration(&a.Terms.Longest),
 	}
 }
@@ -88,7 +89,7 @@ func (a *Aware) settings() map[string]setting {
 // Start implements Policy.
 func (a *Aware) Start(f *Fleet) {
 	a.start(f)
-	a.schedule = plan.NewScheduler(a.registry.Index, a.fleet.Rate)
+	a.schedule = plan.NewScheduler(a.registry.Index)
 	a.schedule.Rule, a.schedule.Terms = a.Rule, a.Terms
 }
 

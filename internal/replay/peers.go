@@ -371,7 +371,7 @@ func oracle() Policy {
 			cached := float64(p.fleet.Cached(r, i))
 			longest = max(longest, cached)
 			c := plan.Candidate{
-				Uncached: float64(r.PromptTokens) - cached, Need: float64(r.PromptTokens),
+				Uncached: float64(r.PromptTokens) - cached,
 				InFlight: p.requests(i), KVFree: 1 - p.fleet.Engines[i].Stats().KVUsage,
 				Pace:       p.fleet.Engines[i].Config().PrefillRate / mean,
 				Rendezvous: plan.Rendezvous(r.TurnKey, p.name(i)),

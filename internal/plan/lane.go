@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"math"
+	"time"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
+)
+
+// oneBatch is the least a replica may have queued and still be sent more, in
+// tokens: what an engine computes in one step anyway (vLLM's default
+// max_num_batched_tokens for online serving).
+const oneBatch = 2048
+
+// lane is what an event knows of one replica, with what the event's own plan
+// has added so far. What an event reads for each request that waits and each
+// lane comes first, and fits a cache line.
+type lane struct {
+	epoch   uint64
+	base    float64 // cost of a request that has nothing to compute
+	perUnit float64 // cost of a token to compute, above Rule.MatchWeight - 1
+	free    float64 // tokens of KV cache
+	best    bool    // nothing speaks against it, see strictest
+
+	queue    float64 // tokens
+	roomy    float64 // queue at or below this: more may be sent
+	inFlight float64
+	load     fleet.Load
+}
+
+// hasRoom tells whether the replica can be sent more.
+func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
+
+// weigh brings what a request costs there up to date.
+func (l *lane) weigh(rule Rule) {
+	l.base = rule.cost(l.queue, 0, l.inFlight, 0, l.load.Pace)
+	l.perUnit = 1 / l.load.Pace
+}
+
+// cost is Rule.Cost of a request with so much to compute.
+func (l *lane) cost(uncached, matchWeight float64) float64 {
+	return l.base + l.perUnit*(uncached+max(0, uncached-l.free)) + (matchWeight-1)*uncached
+}
+
+// lanes are the replicas' states at one event.
+type lanes struct {
+	rule   *Rule
+	terms  *Terms
+	epoch  uint64
+	now    time.Time
+	bySlot []*lane // in the residency index
+}
+
+// next begins an event: what was known is out of date.
+func (s *lanes) next(now time.Time) {
+	s.epoch++
+	s.now = now
+}
+
+// of returns the state of a replica at this event.
+func (s *lanes) of(p *fleet.Replica) *lane {
+	slot := int(p.Slot)
+	if slot < 0 { // in no index: that is full, or the replica's config was replaced
+		l := new(lane)
+		s.read(l, p)
+		return l
+	}
+	for slot >= len(s.bySlot) {
+		s.bySlot = append(s.bySlot, new(lane))
+	}
+	l := s.bySlot[slot]
+	if l.epoch != s.epoch {
+		s.read(l, p)
+	}
+	return l
+}
+
+func (s *lanes) read(l *lane, p *fleet.Replica) {
+	l.epoch = s.epoch
+	l.load = p.Load(s.now)
+	l.queue, l.inFlight, l.free = l.load.Wait(), l.load.InFlight, l.load.Free()
+	l.roomy = math.Inf(1)
+	if l.load.QueueKnown {
+		l.roomy = max(s.terms.Room.Seconds()*l.load.Rate, oneBatch)
+	}
+	l.best = strictest.allows(&l.load, false, true)
+	l.weigh(*s.rule)
+}
+
+// reread takes in what has been sent to a replica, and keeps what is planned
+// for it.
+func (s *lanes) reread(p *fleet.Replica) {
+	l := s.of(p)
+	planned := l.queue - l.load.Wait()
+	s.read(l, p)
+	l.queue += planned
+	l.weigh(*s.rule)
+}
+
+// add plans a request for a replica.
+func (s *lanes) add(l *lane, uncached float64) {
+	l.queue += uncached
+	l.inFlight++
+	l.free -= uncached
+	l.weigh(*s.rule)
+}
+
+// strictness says which replicas are good enough. The strictest set that is
+// not empty is taken, so that a request is never refused which the replicas
+// could serve.
+type strictness int
+
+const (
+	anyOpen   strictness = iota // even one tried already
+	untried                     // by this request
+	serving                     // and known to serve the model, if any is
+	eligible                    // and not to be avoided
+	strictest                   // and, if it warms up, with room for another request
+)
+
+func (t strictness) allows(l *fleet.Load, tried, serves bool) bool {
+	return !(t >= untried && tried ||
+		t >= serving && !serves ||
+		t >= eligible && l.Avoid != fleet.Eligible ||
+		t >= strictest && l.Room <= 0)
+}
