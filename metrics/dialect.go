@@ -34,6 +34,11 @@ const (
 	prefillTokens
 	finished
 	preemptions
+	evictedBlocks
+	evictedLifetime
+	evictedIdle
+	blockReuses
+	blockReuseGaps
 	fields // how many there are
 
 	// Rows that carry their numbers in labels.
@@ -202,6 +207,9 @@ var vllmNames = join(
 	counter(generationTokens, "generation_tokens"),
 	counter(finished, "request_success"),
 	counter(preemptions, "num_preemptions"),
+	histogram(evictedBlocks, evictedLifetime, "kv_block_lifetime_seconds"),
+	histogram(ignored, evictedIdle, "kv_block_idle_before_evict_seconds"),
+	histogram(blockReuses, blockReuseGaps, "kv_block_reuse_gap_seconds"),
 	histogram(firstTokens, firstTokenSeconds, "time_to_first_token_seconds"),
 	histogram(ignored, queueSeconds, "request_queue_time_seconds"),
 	histogram(ignored, prefillSeconds, "request_prefill_time_seconds"),

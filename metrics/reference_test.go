@@ -145,6 +145,11 @@ func compare(t testing.TB, ref reference, got Snapshot) {
 	check("FirstTokenSeconds", got.FirstTokenSeconds, ref.fact(sumOf, "time_to_first_token_seconds_sum"))
 	check("Finished", got.Finished, ref.fact(sumOf, "request_success_total", "request_success"))
 	check("Preemptions", got.Preemptions, ref.fact(sumOf, "num_preemptions_total", "num_preemptions"))
+	check("EvictedBlocks", got.EvictedBlocks, ref.fact(sumOf, "kv_block_lifetime_seconds_count"))
+	check("EvictedLifetimeSeconds", got.EvictedLifetimeSeconds, ref.fact(sumOf, "kv_block_lifetime_seconds_sum"))
+	check("EvictedIdleSeconds", got.EvictedIdleSeconds, ref.fact(sumOf, "kv_block_idle_before_evict_seconds_sum"))
+	check("BlockReuses", got.BlockReuses, ref.fact(sumOf, "kv_block_reuse_gap_seconds_count"))
+	check("BlockReuseSeconds", got.BlockReuseSeconds, ref.fact(sumOf, "kv_block_reuse_gap_seconds_sum"))
 	if want := ref.rows(); got.Rows != want {
 		t.Errorf("Rows: %d, want %d", got.Rows, want)
 	}
@@ -288,7 +293,8 @@ func checkSnapshot(t *testing.T, s Snapshot, err error) {
 	t.Helper()
 	facts := []Fact{s.Running, s.Waiting, s.KVUsage, s.CapacityTokens, s.BlockTokens, s.PrefixCaching, s.Asleep,
 		s.PrefixQueries, s.PrefixHits, s.PromptTokens, s.CachedPromptTokens, s.ComputedPromptTokens,
-		s.GenerationTokens, s.FirstTokens, s.FirstTokenSeconds, s.QueueSeconds, s.PrefillSeconds, s.Finished, s.Preemptions}
+		s.GenerationTokens, s.FirstTokens, s.FirstTokenSeconds, s.QueueSeconds, s.PrefillSeconds, s.Finished, s.Preemptions,
+		s.EvictedBlocks, s.EvictedLifetimeSeconds, s.EvictedIdleSeconds, s.BlockReuses, s.BlockReuseSeconds}
 	for i, f := range append(facts, s.StartTime) {
 		if math.IsNaN(f.Value) || math.IsInf(f.Value, 0) || f.Value < 0 || !f.Known && f.Value != 0 {
 			t.Errorf("fact %d: %+v", i, f)

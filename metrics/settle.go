@@ -37,6 +37,11 @@ func (s *Scanner) settle(d int, into *Snapshot) {
 	}
 	into.Finished = p.sum(finished)
 	into.Preemptions = p.sum(preemptions)
+	into.EvictedBlocks = p.sum(evictedBlocks)
+	into.EvictedLifetimeSeconds = p.sum(evictedLifetime)
+	into.EvictedIdleSeconds = p.sum(evictedIdle)
+	into.BlockReuses = p.sum(blockReuses)
+	into.BlockReuseSeconds = p.sum(blockReuseGaps)
 
 	into.Models = s.modelNames(d)
 	if s.lora.seen {

@@ -143,6 +143,16 @@ type Snapshot struct {
 	// Preemptions counts running requests that lost their KV blocks.
 	Preemptions Fact
 
+	// EvictedBlocks counts the KV blocks that were evicted, of those that the
+	// engine samples (vLLM with --kv-cache-metrics, 1 % unless told otherwise).
+	EvictedBlocks Fact
+	// EvictedLifetimeSeconds is the sum of the times from their allocation to
+	// their eviction, and EvictedIdleSeconds of those from their last use.
+	EvictedLifetimeSeconds, EvictedIdleSeconds Fact
+	// BlockReuses counts the times at which a sampled block was used again, and
+	// BlockReuseSeconds is the sum of the times since the use before.
+	BlockReuses, BlockReuseSeconds Fact
+
 	// StartTime is when the process started, in seconds of Unix time.
 	StartTime Fact
 

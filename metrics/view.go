@@ -175,6 +175,11 @@ var engineFacts = []struct {
 	{"prefill_seconds_total", "Sum of the times from being scheduled to the first token.", asCounter, func(s *Snapshot) Fact { return s.PrefillSeconds }},
 	{"finished_requests_total", "Requests that ended, for whatever reason.", asCounter, func(s *Snapshot) Fact { return s.Finished }},
 	{"preemptions_total", "Running requests that lost their KV blocks.", asCounter, func(s *Snapshot) Fact { return s.Preemptions }},
+	{"evicted_blocks_total", "KV blocks evicted, of those that the engine samples.", asCounter, func(s *Snapshot) Fact { return s.EvictedBlocks }},
+	{"evicted_block_lifetime_seconds_total", "Sum of the times from their allocation to their eviction.", asCounter, func(s *Snapshot) Fact { return s.EvictedLifetimeSeconds }},
+	{"evicted_block_idle_seconds_total", "Sum of the times from their last use to their eviction.", asCounter, func(s *Snapshot) Fact { return s.EvictedIdleSeconds }},
+	{"block_reuses_total", "Times at which a sampled KV block was used again.", asCounter, func(s *Snapshot) Fact { return s.BlockReuses }},
+	{"block_reuse_gap_seconds_total", "Sum of the times since the use before.", asCounter, func(s *Snapshot) Fact { return s.BlockReuseSeconds }},
 	{"start_time_seconds", "When the engine's process started, in Unix time.", asGauge, func(s *Snapshot) Fact { return s.StartTime }},
 }
 
