@@ -96,6 +96,10 @@ func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, e := range indexExports {
 		out <- e.desc
 	}
+	for _, e := range learnerExports {
+		out <- e.desc
+	}
+	out <- learnedPrompts
 	out <- engineInfo
 }
 
@@ -118,9 +122,21 @@ func (c *fleetCollector) Collect(out chan<- prometheus.Metric) {
 		for _, e := range fleetExports {
 			e.send(out, &f, label(f.Name))
 		}
+		if f.Learner != nil {
+			collectLearner(out, label(f.Name), f.Learner)
+		}
 		for i := range f.Replicas {
 			collectReplica(out, label(f.Name), &f.Replicas[i])
 		}
+	}
+}
+
+func collectLearner(out chan<- prometheus.Metric, fleet string, v *LearnerView) {
+	for _, e := range learnerExports {
+		e.send(out, v, fleet)
+	}
+	for outcome, n := range v.outcomes() {
+		out <- prometheus.MustNewConstMetric(learnedPrompts, asCounter, float64(n), fleet, outcome)
 	}
 }
 

@@ -152,6 +152,26 @@ func TestReplicasAppearWhileWatched(t *testing.T) {
 	}
 }
 
+func TestLearnerIsExported(t *testing.T) {
+	v := &LearnerView{Rendered: 1, Tokenized: 2, Known: 3, Full: 4, Stale: 5, Unsupported: 6, Mismatched: 7, Failed: 8, RenderRefused: 9, Waiting: 10}
+	defer Watch(Source{Fleet: func() FleetView { return FleetView{Name: "learns", Learner: v} }})()
+	defer Watch(Source{Fleet: func() FleetView { return FleetView{Name: "learns not"} }})()
+	got := gather(t, "learns")
+	for i, outcome := range []string{"rendered", "tokenized", "known", "full", "stale", "unsupported", "mismatched", "failed"} {
+		if series := "caddy_kv_cache_learner_prompts_total " + outcome; got[series] != float64(i+1) {
+			t.Errorf("%s is %v, want %d", series, got[series], i+1)
+		}
+	}
+	if got["caddy_kv_cache_learner_render_refusals_total"] != 9 || got["caddy_kv_cache_learner_waiting_prompts"] != 10 {
+		t.Errorf("refusals and waiting in %v", got)
+	}
+	for series := range gather(t, "learns not") {
+		if strings.Contains(series, "learner") {
+			t.Errorf("%s of a fleet that follows no events", series)
+		}
+	}
+}
+
 // What an engine does not say is not exported, least of all as 0.
 func TestUnknownFactsAreNotExported(t *testing.T) {
 	snapshot := &Snapshot{Engine: VLLM, Running: Fact{Value: 3, Known: true}}

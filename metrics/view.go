@@ -84,7 +84,36 @@ type FleetView struct {
 	Waiting int
 	// BytesPerToken is how many bytes of prompt text make a token.
 	BytesPerToken float64
-	Replicas      []View
+	// Learner is what became of the prompts whose tokens were asked for, nil if
+	// no KV events are followed.
+	Learner  *LearnerView
+	Replicas []View
+}
+
+// LearnerView counts the prompts that were to be learned by their tokens, by
+// what became of them, since the config was loaded.
+type LearnerView struct {
+	// Rendered and Tokenized were learned, by /render and by /tokenize. Known
+	// were known already, or nearly.
+	Rendered, Tokenized, Known uint64
+	// Full and Stale were dropped because too many waited, or for too long.
+	Full, Stale uint64
+	// Unsupported can't be learned, such as those with images. Of Mismatched the
+	// engine gave other tokens than its events do, of Failed none that can be
+	// read.
+	Unsupported, Mismatched, Failed uint64
+	// RenderRefused counts engines' answers that they offer no /render.
+	RenderRefused uint64
+	// Waiting is how many are waiting.
+	Waiting int
+}
+
+// outcomes lists what became of prompts, by the label that they are exported with.
+func (v *LearnerView) outcomes() map[string]uint64 {
+	return map[string]uint64{
+		"rendered": v.Rendered, "tokenized": v.Tokenized, "known": v.Known, "full": v.Full, "stale": v.Stale,
+		"unsupported": v.Unsupported, "mismatched": v.Mismatched, "failed": v.Failed,
+	}
 }
 
 // IndexView is what is exported of the residency index.
@@ -98,6 +127,13 @@ type IndexView struct {
 const asGauge, asCounter = prometheus.GaugeValue, prometheus.CounterValue
 
 var engineInfo = describe("engine_info", "The kind of engine, as its metrics page shows it.", "fleet", "replica", "engine")
+
+var learnedPrompts = describe("learner_prompts_total", "Prompts to be learned by their tokens, by what became of them.", "fleet", "outcome")
+
+var learnerExports = []export[LearnerView]{
+	{describe("learner_waiting_prompts", "Prompts whose tokens are yet to be asked for.", "fleet"), asGauge, always(func(v *LearnerView) float64 { return float64(v.Waiting) })},
+	{describe("learner_render_refusals_total", "Answers of engines that they offer no /render.", "fleet"), asCounter, always(func(v *LearnerView) float64 { return float64(v.RenderRefused) })},
+}
 
 var indexExports = []export[IndexView]{
 	{describe("index_blocks", "Distinct prefix blocks in the residency index."), asGauge, always(func(v *IndexView) float64 { return float64(v.Blocks) })},

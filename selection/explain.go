@@ -64,6 +64,7 @@ func (o *operated) view() metrics.FleetView {
 		Name:          o.fleet.Name,
 		Waiting:       o.waiting(),
 		BytesPerToken: o.fleet.BytesPerToken(),
+		Learner:       o.fleet.LearnerView(),
 		Replicas:      o.fleet.Views(time.Now()),
 	}
 }

@@ -17,6 +17,7 @@ func Describe(p Policy, now time.Time) Fleet {
 		Policy:        p.Name(),
 		Waiting:       p.Waiting(),
 		BytesPerToken: f.BytesPerToken(),
+		Learner:       (*Learner)(f.LearnerView()),
 		Replicas:      []Replica{},
 	}
 	for _, v := range f.Views(now) {

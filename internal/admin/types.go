@@ -14,8 +14,28 @@ type Fleet struct {
 	// Waiting is how many requests are held back until a replica has room.
 	Waiting int `json:"waiting_requests"`
 	// BytesPerToken is the learned length of a prompt token.
-	BytesPerToken float64   `json:"bytes_per_token"`
-	Replicas      []Replica `json:"replicas"`
+	BytesPerToken float64 `json:"bytes_per_token"`
+	// Learner is left out where no KV events are followed.
+	Learner  *Learner  `json:"learner,omitempty"`
+	Replicas []Replica `json:"replicas"`
+}
+
+// Learner counts the prompts that were to be learned by their tokens since the
+// config was loaded, by what became of them.
+type Learner struct {
+	Rendered  uint64 `json:"rendered"`
+	Tokenized uint64 `json:"tokenized"`
+	// Known were known already; Full and Stale were dropped unasked.
+	Known uint64 `json:"known"`
+	Full  uint64 `json:"full"`
+	Stale uint64 `json:"stale"`
+	// Unsupported can't be learned; of Mismatched the engine's events told other
+	// tokens, of Failed no answer could be read.
+	Unsupported   uint64 `json:"unsupported"`
+	Mismatched    uint64 `json:"mismatched"`
+	Failed        uint64 `json:"failed"`
+	RenderRefused uint64 `json:"render_refusals"`
+	Waiting       int    `json:"waiting"`
 }
 
 // Replica is all that is known of one replica. What the engine itself said is

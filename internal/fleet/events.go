@@ -15,6 +15,7 @@ import (
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/kvevents"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
 
 const (
@@ -416,6 +417,51 @@ func (f *Fleet) Learner() (kvevents.LearnerStats, bool) {
 		return kvevents.LearnerStats{}, false
 	}
 	return f.learner.Stats(), true
+}
+
+// confirms tells whether an engine holds a prompt that it has answered just
+// now under the tokens that it gave for it: at least half, as it may have
+// evicted some already. What tells of too little can't deny it.
+func (f *Fleet) confirms(r kvevents.Request, tokens []uint32) bool {
+	for _, p := range f.Members() {
+		if base, ok := f.API.Base(p.Addr); !ok || base != r.Base {
+			continue
+		}
+		t := p.truth.Load()
+		if t == nil {
+			return true
+		}
+		current, whole, block := t.state()
+		if !current || !whole || block == 0 {
+			return true
+		}
+		keys := kvevents.AppendKeys(nil, tokens, block, r.Prompt.LoRA, r.Prompt.Extra)
+		m, _ := t.index.LongestKeys(keys, block)
+		return 2*m.Blocks >= len(keys)
+	}
+	return true
+}
+
+// tokensTold notes that an engine ceased to tell the tokens of prompts, or does
+// so again.
+func (f *Fleet) tokensTold(base string, err error) {
+	if log := f.Logger.With(zap.String("fleet", f.Name), zap.String("engine", base)); err != nil {
+		log.Warn("tokens of prompts can't be learned; what is believed of them stands", zap.Error(err))
+	} else {
+		log.Info("tokens of prompts are learned")
+	}
+}
+
+// LearnerView is what the learner counts, nil if no tokens are learned.
+func (f *Fleet) LearnerView() *metrics.LearnerView {
+	s, learns := f.Learner()
+	if !learns {
+		return nil
+	}
+	return &metrics.LearnerView{
+		Rendered: s.Rendered, Tokenized: s.Tokenized, Known: s.Known, Full: s.Full, Stale: s.Stale,
+		Unsupported: s.Unsupported, Mismatched: s.Mismatched, Failed: s.Failed, RenderRefused: s.RenderRefused, Waiting: s.Waiting,
+	}
 }
 
 // Learn has a prompt's tokens asked for at the replica that got it, so that

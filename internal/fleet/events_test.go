@@ -486,6 +486,34 @@ func TestRanks(t *testing.T) {
 	}
 }
 
+// Tokens that are not those of the engine's events would make every prompt look as if it was dropped.
+func TestOtherTokensAreNotLearned(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	x := newPassage(t, "one", 2048)
+	n := len(x.text) / engineBlock
+	others := tokensOf(strings.ToUpper(x.text))
+	var b kvpublish.Batch
+	b.Stored(kvpublish.Stored{Hashes: x.hashes(), Tokens: others[:n*engineBlock], BlockSize: engineBlock})
+	e.publisher.Publish(&b)
+	awaitBlocks(t, p, n)
+	f.Learn(Sent{Replica: p, Path: "/v1/completions", Model: "base", Chain: x.prompt.Chain, Bytes: x.prompt.Bytes}, []byte(x.body("base")))
+	await(t, "the answer to be looked at", func() bool { return f.LearnerView().Mismatched == 1 })
+	if got := f.held(p, x, 1500); got != 1500 {
+		t.Errorf("%v tokens are held where 1500 are believed", got)
+	}
+	e.publisher.Restart() // into one that does as it says
+	e.store(x, "")
+	awaitBlocks(t, p, n)
+	learn(t, f, p, x, "base")
+	awaitHeld(t, f, p, x, 0, 2048)
+}
+
+func awaitBlocks(t *testing.T, p *Replica, n int) {
+	t.Helper()
+	await(t, fmt.Sprint(n, " blocks to be told"), func() bool { s, _ := p.Events(); return s.Blocks == n })
+}
+
 // An adapter's blocks are found under its own name, and nothing is learned under a name that may be an adapter's.
 func TestAdapterIsLearnedAsSuch(t *testing.T) {
 	e := newTeller(t, true)

@@ -93,7 +93,7 @@ func (g *Registry) New(cfg Config, addrs []string) *Fleet {
 	}
 	f := &Fleet{Config: cfg, Registry: g, unlisted: make(chan *Replica, 64)}
 	if cfg.Events != nil && cfg.API != nil {
-		f.learner = kvevents.NewLearner(g.alignment, kvevents.LearnerConfig{Client: cfg.API.Client})
+		f.learner = kvevents.NewLearner(g.alignment, kvevents.LearnerConfig{Client: cfg.API.Client, Confirm: f.confirms, Notify: f.tokensTold})
 	}
 	f.ratio.Store(math.Float64bits(DefaultBytesPerToken))
 	f.rate.Store(math.Float64bits(DefaultPrefillRate))

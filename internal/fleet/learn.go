@@ -2,7 +2,10 @@
 
 package fleet
 
-import "time"
+import (
+	"math"
+	"time"
+)
 
 // DefaultBytesPerToken is how many bytes of prompt text one token is assumed
 // to take until the engines' own counts tell: about right for English.
@@ -13,24 +16,69 @@ const DefaultBytesPerToken = 4
 // count of prompt tokens over the same time.
 type textRatio struct {
 	bytes, tokens float64
-	// what came since the last measurement: a scrape can fall between a request
-	// and its tokens, and neither half may be lost
-	open struct{ bytes, tokens float64 }
+	open          texts // what came since the last measurement
 }
 
-// textMemory is the number of tokens after which an older measurement counts
-// half.
-const textMemory = 500_000
+// texts are requests that got their first token, and what the engine counted
+// meanwhile.
+type texts struct {
+	requests, bytes float64 // ours, and their text
+	given           float64 // tokens of those that came as token ids
+	firsts, tokens  float64 // first tokens and prompt tokens by the engine's count
+	counted         bool    // whether it counts first tokens; of embeddings none does
+}
 
-func (t *textRatio) observe(bytes, tokens float64) {
-	t.open.bytes += max(0, bytes)
-	t.open.tokens += max(0, tokens)
-	if t.open.bytes == 0 || t.open.tokens == 0 {
+// add counts one of our requests. One without a known prompt is like another
+// sender's.
+func (x *texts) add(r *Reservation) {
+	if r.Prompt == 0 {
 		return
 	}
-	bytes, tokens = t.open.bytes, t.open.tokens
+	x.requests++
+	x.bytes += r.Bytes
+	if r.Bytes == 0 {
+		x.given += r.Prompt
+	}
+}
+
+const (
+	// textMemory is the number of tokens after which an older measurement counts
+	// half.
+	textMemory = 500_000
+	// textSlack is how far, as a share, the engine's count of requests may be
+	// from ours for its tokens to be those of our texts. A few requests must
+	// agree exactly.
+	textSlack = 0.05
+	// textPatience is how many requests may differ before all of them are left
+	// out: somebody else's are among them.
+	textPatience = 16
+)
+
+// observe takes in what came between two scrapes. A scrape can fall between a
+// request and its tokens, so that the next ones bring the other half; only
+// requests that both sides count are a measurement.
+func (t *textRatio) observe(x texts) {
+	o := &t.open
+	o.requests += x.requests
+	o.bytes += x.bytes
+	o.given += x.given
+	o.firsts += x.firsts
+	o.tokens += x.tokens
+	missing := math.Abs(o.firsts - o.requests)
+	quiet := x.requests == 0 && x.firsts == 0
+	switch {
+	case x.counted && o.firsts > 0 && missing > textSlack*o.requests:
+		// In a quiet moment the other half would have come.
+		if quiet || missing > textPatience {
+			t.skip()
+		}
+		return
+	case o.bytes == 0 || o.tokens <= o.given:
+		return
+	}
+	bytes, tokens := o.bytes, o.tokens-o.given
 	t.skip()
-	// What is beyond any tokenizer is such a split or another sender.
+	// What is beyond any tokenizer is another sender.
 	if r := bytes / tokens; r < 0.5 || r > 16 {
 		return
 	}
@@ -42,7 +90,7 @@ func (t *textRatio) observe(bytes, tokens float64) {
 }
 
 // skip leaves out what came since the last measurement.
-func (t *textRatio) skip() { t.open.bytes, t.open.tokens = 0, 0 }
+func (t *textRatio) skip() { t.open = texts{} }
 
 // calibration compares the hits that we believed in with those that the engine
 // counted.

@@ -36,8 +36,8 @@ type ledger struct {
 	// aborted while it was not known whether they had a first token
 	unsure uint64
 
-	passedBytes float64 // text bytes of those that got past it since the last scrape
-	passedHits  float64 // and the hit tokens believed of them
+	passed     texts   // those that got past it since the last scrape
+	passedHits float64 // and the hit tokens believed of them
 }
 
 // lateMargin is what a first token may be late by, apart from estimates that
@@ -150,7 +150,7 @@ func (l *ledger) pass() {
 	l.waiting[l.head] = nil
 	l.head++
 	l.past++
-	l.passedBytes += r.Bytes
+	l.passed.add(r)
 	l.passedHits += r.Hit
 }
 

@@ -549,11 +549,14 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 		if p.foreign.now(now) {
 			p.text.skip()
 		} else {
-			p.text.observe(p.passedBytes, delta(prev.PromptTokens, next.PromptTokens))
+			x := p.passed
+			x.counted, x.firsts = next.FirstTokens.Known, delta(prev.FirstTokens, next.FirstTokens)
+			x.tokens = delta(prev.PromptTokens, next.PromptTokens)
+			p.text.observe(x)
 			p.calibrated.observe(p.passedHits, delta(prev.PrefixHits, next.PrefixHits), next.CapacityTokens.Or(p.assumed.capacity))
 		}
 	}
-	p.passedBytes, p.passedHits = 0, 0
+	p.passed, p.passedHits = texts{}, 0
 }
 
 // firstTokens reads the engine's count of first tokens: with what we sent it

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"math/rand/v2"
 	"sync"
 	"syscall"
@@ -468,33 +467,52 @@ func TestBytesPerToken(t *testing.T) {
 	}
 }
 
-// Scrapes that fall between requests and their tokens lose neither.
+// Scrapes that fall between requests and their tokens lose neither, and what others send, or what came as token ids, is
+// not taken for text.
 func TestBytesPerTokenAcrossScrapes(t *testing.T) {
 	b := newBench(t, Config{})
 	tokens, first := 0.0, 0.0
-	scrape := func(more float64) {
-		tokens += more
+	scrape := func(requests float64) {
+		tokens += 2000 * requests
+		first += requests
 		b.pass(time.Second)
 		b.scrape(metrics.Snapshot{PromptTokens: known(tokens), FirstTokens: known(first)})
 	}
-	pass := func() {
-		r := &Reservation{Prompt: 1000, Uncached: 1000, Bytes: 4000}
+	pass := func(bytes float64) {
+		r := &Reservation{Prompt: 2000, Uncached: 2000, Bytes: bytes}
 		b.replica.Reserve(r, b.now)
 		r.Finish(b.now)
-		first++
 	}
 	scrape(0)
-	for range 10 {
-		pass()
+	for range 20 {
+		pass(4000)
 		scrape(0) // the page was made a moment before
-		scrape(2000)
-		pass()
-		pass()
-		scrape(2000)
-		scrape(2000)
+		scrape(1)
+		pass(4000)
+		pass(4000)
+		scrape(1)
+		pass(0)
+		scrape(2)
 	}
-	if got := b.fleet.BytesPerToken(); math.Abs(got-2) > 0.1 {
+	if got := b.fleet.BytesPerToken(); got != 2 {
 		t.Errorf("%v bytes per token, the engine counts 2", got)
+	}
+	pass(4000)
+	scrape(2) // one of them another's
+	scrape(0)
+	pass(4000)
+	scrape(1) // which is clear again
+	if got, want := b.replica.text.open, (texts{}); got != want {
+		t.Errorf("%+v is left open", got)
+	}
+	for range 3 {
+		b.pass(time.Minute) // after which one stray is no sign of another sender
+		scrape(1)
+		pass(4000)
+		scrape(1)
+	}
+	if got := b.fleet.BytesPerToken(); got != 2 {
+		t.Errorf("%v bytes per token after three requests of others", got)
 	}
 }
 

@@ -31,6 +31,11 @@ type LearnerConfig struct {
 	MaxAge time.Duration
 	// AnswerBytes is the largest answer read (default 32 MiB).
 	AnswerBytes int64
+	// Confirm, if not nil, says whether the engine that has answered a prompt holds what these tokens make of it. If not, they are
+	// not what it computed with, and are not learned.
+	Confirm func(r Request, tokens []uint32) bool
+	// Notify, if not nil, is told why when an engine ceases to tell tokens, and nil when it tells them again.
+	Notify func(base string, err error)
 }
 
 func (c LearnerConfig) withDefaults() LearnerConfig {
@@ -78,6 +83,8 @@ type LearnerStats struct {
 	RenderRefused uint64
 	// Unsupported counts prompts that cannot be learned: the engine offers neither way for this API, or the prompt has images.
 	Unsupported uint64
+	// Mismatched counts prompts whose tokens, as told, are not those that the engine computed with by its events.
+	Mismatched uint64
 	// Failed counts calls that failed: no connection, time-out, another status, an answer that cannot be read.
 	Failed uint64
 	// Waiting is the number of prompts in the queue.
@@ -100,6 +107,7 @@ type Learner struct {
 	bytes   int
 	pending map[uint64]struct{} // last text block of each prompt in the queue or being asked about
 	refused map[string]time.Time
+	silent  map[string]struct{} // engines that failed to tell tokens the last time
 	stats   LearnerStats
 }
 
@@ -118,7 +126,7 @@ const (
 func NewLearner(alignment *Alignment, config LearnerConfig) *Learner {
 	return &Learner{
 		config: config.withDefaults(), alignment: alignment, wake: make(chan struct{}, 1),
-		pending: map[uint64]struct{}{}, refused: map[string]time.Time{},
+		pending: map[uint64]struct{}{}, refused: map[string]time.Time{}, silent: map[string]struct{}{},
 	}
 }
 
@@ -221,6 +229,7 @@ func (l *Learner) drop(i int) {
 var (
 	errRefused     = errors.New("not offered by the engine")
 	errUnsupported = errors.New("prompt cannot be learned")
+	errMismatched  = errors.New("tokens are not those of the engine's events")
 )
 
 func (l *Learner) learn(ctx context.Context, r Request) {
@@ -234,14 +243,22 @@ func (l *Learner) learn(ctx context.Context, r Request) {
 			tokens, err = l.ask(ctx, r, path)
 		}
 	}
+	if err == nil && l.config.Confirm != nil && !l.config.Confirm(r, tokens) {
+		err = errMismatched
+	}
 	if err == nil {
 		r.Prompt.Tokens = tokens
 		l.alignment.Learn(r.Prompt)
+	}
+	if ctx.Err() == nil || !errors.Is(err, context.Canceled) {
+		l.notify(r.Base, err)
 	}
 	l.count(func(st *LearnerStats) {
 		switch {
 		case errors.Is(err, errUnsupported) || errors.Is(err, errRefused):
 			st.Unsupported++
+		case errors.Is(err, errMismatched):
+			st.Mismatched++
 		case err != nil:
 			st.Failed++
 		case rendered:
@@ -250,6 +267,25 @@ func (l *Learner) learn(ctx context.Context, r Request) {
 			st.Tokenized++
 		}
 	})
+}
+
+// notify tells of an engine that begins or ends to fail. A prompt that cannot be learned says nothing of the engine.
+func (l *Learner) notify(base string, err error) {
+	if errors.Is(err, errUnsupported) || l.config.Notify == nil {
+		return
+	}
+	l.mu.Lock()
+	_, was := l.silent[base]
+	if len(l.silent) >= maxRefused {
+		clear(l.silent)
+	}
+	if delete(l.silent, base); err != nil {
+		l.silent[base] = struct{}{}
+	}
+	l.mu.Unlock()
+	if was != (err != nil) {
+		l.config.Notify(base, err)
+	}
 }
 
 // tokenizePath returns where the bodies of an API's requests can be tokenized.

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -163,6 +164,66 @@ func TestLearnerFollowsNoRedirect(t *testing.T) {
 	}
 	if got := elsewhere.paths(); got != "" {
 		t.Errorf("the prompt was sent to %s", got)
+	}
+}
+
+// An engine that ceases to tell tokens, or tells others than it computed with, is told of once, and once when it is well.
+func TestLearnerNotifies(t *testing.T) {
+	const path = "/v1/completions"
+	var mu sync.Mutex
+	answers := map[string]string{}
+	answer := func(body string) {
+		mu.Lock()
+		defer mu.Unlock()
+		answers[path+"/render"] = body
+	}
+	e := &engine{Server: httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		if answers[r.URL.Path] == "" {
+			w.WriteHeader(http.StatusInternalServerError)
+		}
+		_, _ = io.WriteString(w, answers[r.URL.Path])
+	}))}
+	t.Cleanup(e.Close)
+	var notes []string
+	l, a := startLearner(t, kvevents.LearnerConfig{
+		Confirm: func(_ kvevents.Request, tokens []uint32) bool { return tokens[0] == 1 },
+		Notify: func(base string, err error) {
+			if base != e.URL {
+				t.Errorf("told of %s", base)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			notes = append(notes, fmt.Sprint(err))
+		},
+	})
+	next := uint64(0)
+	for _, tc := range []struct {
+		answer string
+		want   kvevents.LearnerStats
+	}{
+		{`[{"token_ids":[1,2,3,4]}]`, kvevents.LearnerStats{Rendered: 2}},
+		{"", kvevents.LearnerStats{Rendered: 2, Failed: 2}},
+		{`[{"token_ids":[1,2,3,4]}]`, kvevents.LearnerStats{Rendered: 4, Failed: 2}},
+		{`[{"token_ids":[9,2,3,4]}]`, kvevents.LearnerStats{Rendered: 4, Failed: 2, Mismatched: 2}},
+		{`[{"token_ids":[7],"features":{"mm_hashes":{"image":["a"]}}}]`, kvevents.LearnerStats{Rendered: 4, Failed: 2, Mismatched: 2, Unsupported: 2}},
+	} {
+		answer(tc.answer)
+		for range 2 {
+			next++
+			l.Offer(e.request(path, 100*next, 100*next+1))
+		}
+		tc.want.Offered = next
+		await(t, "the outcome", func() bool { return l.Stats() == tc.want })
+	}
+	if known := a.Known([]uint64{700, 701}); known != 0 {
+		t.Errorf("%d blocks are learned of a prompt with other tokens", known)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if want := []string{"/v1/completions/render answered 500 Internal Server Error", "<nil>", "tokens are not those of the engine's events"}; !slices.Equal(notes, want) {
+		t.Errorf("told of %q, want %q", notes, want)
 	}
 }
 
