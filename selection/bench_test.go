@@ -23,9 +23,11 @@ type traffic struct {
 }
 
 func (f *traffic) request() (*http.Request, context.CancelFunc) {
+	vars := map[string]any{caddyhttp.ClientIPVarKey: "127.0.0.1", caddyhttp.TrustedProxyVarKey: false} // as a server's
 	ctx, leave := context.WithCancel(context.WithValue(
-		context.WithValue(context.Background(), caddyhttp.VarsCtxKey, make(map[string]any)),
+		context.WithValue(context.Background(), caddyhttp.VarsCtxKey, vars),
 		caddy.ReplacerCtxKey, caddy.NewReplacer()))
+	_ = ctx.Done() // servers and transports wait for it
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://x/v1/completions", bytes.NewReader(f.body))
 	if err != nil {
 		panic(err)

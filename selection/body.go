@@ -28,8 +28,9 @@ type body struct {
 	err    error     // without a rest: how the body ended, io.EOF or the client's read error
 	eaten  bool      // some of rest was read, or head was given back: another attempt can't have it
 	latest *reader
-	open   int  // readers not closed
-	over   bool // no further attempt will come
+	first  reader // the first attempt's
+	open   int    // readers not closed
+	over   bool   // no further attempt will come
 
 	// once tells that no attempt comes after one that has read some of the
 	// body. wanted asks whether head is to be kept all the same, nil for no.
@@ -52,9 +53,9 @@ var (
 	errBodyGone  = errors.New("request body read after its attempt ended")
 )
 
-// peek reads up to limit bytes of the request's body and puts a body back that
+// peek reads up to limit bytes of the request's body and puts one back that
 // gives all of it. whole tells whether the limit covered it.
-func peek(r *http.Request, limit int) (b *body, whole bool) {
+func (b *body) peek(r *http.Request, limit int) (whole bool) {
 	size := limit
 	if r.ContentLength < 0 {
 		size = min(limit, firstGuess)
@@ -66,19 +67,24 @@ func peek(r *http.Request, limit int) (b *body, whole bool) {
 	if err == nil && r.ContentLength == int64(n) {
 		err = io.EOF
 	}
-	b = &body{buf: buf, head: (*buf)[:n], size: n, err: err}
+	b.buf, b.head, b.size, b.err = buf, (*buf)[:n], n, err
 	if err == nil {
 		b.rest = r.Body
 	}
 	r.Body = b.attempt()
-	return b, err == io.EOF
+	return err == io.EOF
 }
 
 // attempt returns a reader that starts at the body's first byte.
 func (b *body) attempt() io.ReadCloser {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.latest = &reader{body: b}
+	if b.latest == nil {
+		b.latest = &b.first
+		b.first.body = b
+	} else {
+		b.latest = &reader{body: b}
+	}
 	b.open++
 	return b.latest
 }

@@ -16,6 +16,12 @@ import (
 
 var errCut = errors.New("connection cut")
 
+func peek(r *http.Request, limit int) (b *body, whole bool) {
+	b = new(body)
+	whole = b.peek(r, limit)
+	return b, whole
+}
+
 // textOf returns n bytes that differ from place to place.
 func textOf(n int) []byte {
 	text := make([]byte, n)

@@ -208,7 +208,9 @@ func (c *core) fallBack(fallback reverseproxy.Selector, bar bar, d *decision, po
 		c.none(r, ReasonNone, start)
 		return nil
 	}
-	d.send(&attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason, cost: math.NaN()}, start)
+	a := d.attempt()
+	*a = attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason, cost: math.NaN()}
+	d.send(a, start)
 	c.note(r, d, start)
 	return u
 }

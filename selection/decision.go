@@ -45,6 +45,11 @@ type decision struct {
 	attempts []*attempt
 	answered *attempt // the one that was answered, once the request is over
 	seen     any      // mark of the answer to an attempt that was retried
+
+	// Room for what most requests have one of, in the decision's own memory.
+	room       body
+	firstTry   attempt
+	firstTries [1]*attempt
 }
 
 // attempt is one choice made for a request.
@@ -144,7 +149,8 @@ func (d *decision) read(r *http.Request, o *outlook) Reason {
 	case !mayBeJSON(r.Header.Get("Content-Type")):
 		return ReasonNotJSON
 	}
-	b, whole := peek(r, o.limit)
+	b := &d.room
+	whole := b.peek(r, o.limit)
 	d.body = b
 	b.once = o.retry.once(r.Method)
 	if b.err != nil && b.err != io.EOF {
@@ -234,10 +240,21 @@ func (d *decision) fail(a *attempt, o outcome, now time.Time) {
 	}
 }
 
+// attempt returns an empty attempt, in the decision's own memory if it is the first.
+func (d *decision) attempt() *attempt {
+	if d.attempts == nil {
+		return &d.firstTry
+	}
+	return new(attempt)
+}
+
 // send books the choice of a replica.
 func (d *decision) send(a *attempt, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.attempts == nil {
+		d.attempts = d.firstTries[:0]
+	}
 	d.attempts = append(d.attempts, a)
 	if d.muted {
 		return

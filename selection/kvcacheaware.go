@@ -336,7 +336,8 @@ func (a *asking) Send(c plan.Choice) {
 	}
 	a.upstream = a.pool[c.Index]
 	replica := a.Replicas[c.Index]
-	a.decision.send(&attempt{
+	at := a.decision.attempt()
+	*at = attempt{
 		replica: replica,
 		matched: c.Matched,
 		reason:  a.reasonOf(c),
@@ -351,7 +352,8 @@ func (a *asking) Send(c plan.Choice) {
 			Bytes:    textBytes(&a.decision.prompt),
 			Chain:    a.Chain,
 		},
-	}, a.start.Add(c.Waited))
+	}
+	a.decision.send(at, a.start.Add(c.Waited))
 	if a.session != "" {
 		a.policy.pins.put(a.session, a.decision.seed, replica.Addr)
 	}

@@ -179,7 +179,8 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 		return nil
 	}
 	h, reason := p.choose(candidates)
-	d.send(&attempt{
+	a := d.attempt()
+	*a = attempt{
 		replica: h.replica,
 		reason:  reason,
 		key:     key,
@@ -189,7 +190,8 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 			Uncached: tokens,
 			Bytes:    textBytes(&d.prompt),
 		},
-	}, start)
+	}
+	d.send(a, start)
 	p.note(r, d, start)
 	if len(candidates.at) < len(pool) {
 		p.noteAvoided(d, pool, start)

@@ -145,7 +145,8 @@ func (p *KVCacheAware) selectOther(d *decision, pool reverseproxy.UpstreamPool, 
 	a.Caller = onlooker{a}
 	f := p.schedule.Explain(&a.Request, now)
 	made := f.Options[i]
-	at := &attempt{
+	at := d.attempt()
+	*at = attempt{
 		replica: a.Replicas[i],
 		matched: made.Matched,
 		reason:  ReasonOther,
