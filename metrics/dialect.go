@@ -123,7 +123,7 @@ var dialects = [dialectCount]dialect{
 	tritonDialect: {
 		engine: TritonTRTLLM, names: tritonNames, ranks: []string{"model", "version"}, model: "model",
 	},
-	llamaDialect: {engine: LlamaCPP, names: llamaNames, model: "model"},
+	llamaDialect: {engine: LlamaCPP, names: llamaNames, model: "model", hitsFromPrompts: true},
 	tgiDialect:   {engine: TGI, names: tgiNames, model: "model_name", hitsFromPrompts: true},
 	rayDialect: {
 		engine: Ray, names: vllmNames, ranks: []string{"engine", "ReplicaId", "WorkerId"},
@@ -274,12 +274,14 @@ var tritonNames = join(
 )
 
 // llamaNames: llama.cpp, tools/server. Its prompt_tokens_total leaves out what
-// came from a slot's cache.
+// came from a slot's cache, which newer versions count as well.
 var llamaNames = join(
 	gauge(running, "requests_processing"),
 	gauge(waiting, "requests_deferred"),
 	gauge(kvUsage, "kv_cache_usage_ratio"),
 	counter(computedPromptTokens, "prompt_tokens"),
+	counter(cachedPromptTokens, "prompt_tokens_cached"),
+	counter(prefillSeconds, "prompt_seconds"),
 	counter(generationTokens, "tokens_predicted"),
 )
 

@@ -146,6 +146,11 @@ var dialectTests = []struct {
 		Engine: LlamaCPP, Rows: 1, Running: fact(4), Waiting: fact(46),
 		ComputedPromptTokens: fact(4321), GenerationTokens: fact(987),
 	}},
+	{"llamacpp_b11549.txt", Snapshot{
+		Engine: LlamaCPP, Rows: 1, Running: fact(0), Waiting: fact(0),
+		PromptTokens: fact(1638), CachedPromptTokens: fact(818), ComputedPromptTokens: fact(820),
+		PrefixQueries: fact(1638), PrefixHits: fact(818), PrefillSeconds: fact(0.128019), GenerationTokens: fact(16),
+	}},
 	{"tgi.txt", Snapshot{
 		Engine: TGI, Rows: 1, Running: fact(6), Waiting: fact(2), KVUsage: fact(0.25),
 		CapacityTokens: fact(16000), PrefixQueries: fact(900), PrefixHits: fact(300),

@@ -25,6 +25,9 @@ func (s *Scanner) settle(d int, into *Snapshot) {
 	into.PromptTokens = p.sum(promptTokens)
 	into.CachedPromptTokens = p.sum(cachedPromptTokens)
 	into.ComputedPromptTokens = p.sum(computedPromptTokens)
+	if !into.PromptTokens.Known && into.CachedPromptTokens.Known && into.ComputedPromptTokens.Known {
+		into.PromptTokens = finite(into.CachedPromptTokens.Value + into.ComputedPromptTokens.Value)
+	}
 	into.PrefixQueries, into.PrefixHits = p.prefixCache(into)
 	into.GenerationTokens = p.sum(generationTokens)
 	into.FirstTokens = p.sum(firstTokens)
