@@ -32,9 +32,11 @@ const defaultSeed = "caddy-kv-cache prefix_hash 1"
 // talking to each other. When replicas come or go, only the prompts whose home
 // that is move.
 //
-// A home that has far more tokens outstanding than the others is passed over
-// for the next in the prompt's own order, which so becomes its stable second
-// home.
+// A home that has more to do than the others is passed over for the next in the
+// prompt's own order, and a prompt whose key was sent there a moment ago stays
+// there, unless that has far more to do than the others. What a replica has to do
+// is reckoned from the requests sent there: the tokens believed to wait for
+// prefill, and a tenth of those in flight.
 type PrefixHash struct {
 	// The name of this group of upstreams in metrics, logs and the admin API.
 	// Default: "default", and a number after it where several policies have no name.
@@ -49,12 +51,12 @@ type PrefixHash struct {
 	// A request header whose value is the key where it is present.
 	Header string `json:"header,omitempty"`
 
-	// How many times the mean of outstanding prompt tokens a replica may have
-	// before the next one in order is taken. Default: 1.25.
+	// How many times the mean load of all a replica may have before the prompts
+	// that stay there leave it. Default: 1.25.
 	LoadFactor float64 `json:"load_factor,omitempty"`
 
-	// How many prompt tokens above the mean a replica may have outstanding in
-	// any case. Default: 32000.
+	// How many prompt tokens above the mean it may have in any case.
+	// Default: 50000.
 	Slack int `json:"slack,omitempty"`
 
 	// Text that goes into every key. Caddys that shall agree need the same;
@@ -83,6 +85,7 @@ type PrefixHash struct {
 
 	core
 	depths  *plan.Depths
+	stays   *plan.Stays
 	scratch sync.Pool // *homes
 }
 
@@ -106,7 +109,7 @@ func (p *PrefixHash) Provision(ctx caddy.Context) error {
 	if seed == "" {
 		seed = defaultSeed
 	}
-	p.depths = plan.NewDepths(p.Prefix)
+	p.depths, p.stays = plan.NewDepths(p.Prefix), plan.NewStays()
 	var err error
 	if p.fallback, err = loadFallback(ctx, p, &p.FallbackRaw); err != nil {
 		return err
@@ -179,6 +182,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 		return nil
 	}
 	h, reason := p.choose(candidates)
+	p.stays.Put(key, h.replica.ID, start)
 	a := d.attempt()
 	*a = attempt{
 		replica: h.replica,
@@ -220,6 +224,7 @@ func (p *PrefixHash) headerKey(value string, r *http.Request) uint64 {
 // gather lists the replicas that may serve the request, as strictly as leaves any.
 func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
 	const eligible, untried, any = 2, 1, 0
+	stay, stays := p.stays.Get(key, now)
 	for strict := eligible; strict >= any; strict-- {
 		h.at, h.rule = h.at[:0], h.rule[:0]
 		for i, u := range pool {
@@ -231,7 +236,11 @@ func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy
 				continue
 			}
 			h.at = append(h.at, place{u, replica})
-			h.rule = append(h.rule, plan.Home{Order: plan.Rendezvous(key, replica.ID), Load: replica.Outstanding()})
+			h.rule = append(h.rule, plan.Home{
+				Order: plan.Rendezvous(key, replica.ID),
+				Load:  plan.HomeLoad(replica.Backlog(now)),
+				Stays: stays && replica.ID == stay,
+			})
 		}
 		if len(h.at) > 0 {
 			return
@@ -239,9 +248,11 @@ func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy
 	}
 }
 
-// choose takes the first home in the prompt's order that is not over its bound.
+// choose takes the replica where prompts of this key stay, or else the first home
+// in the prompt's order that has little to do.
 func (p *PrefixHash) choose(h *homes) (place, Reason) {
-	best, first := plan.HashRule{LoadFactor: p.LoadFactor, Slack: float64(p.Slack)}.Choose(h.rule)
+	rule := plan.HashRule{LoadFactor: p.LoadFactor, Slack: float64(p.Slack), Lead: plan.DefaultHashRule.Lead}
+	best, first := rule.Choose(h.rule)
 	switch {
 	case len(h.at) == 1:
 		return h.at[best], ReasonOnly

@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/plan"
 )
 
 // choice is where prefix_hash sends a prompt on an idle fleet, and why.
@@ -25,7 +27,7 @@ func choiceOf(t *testing.T, p *PrefixHash, pool reverseproxy.UpstreamPool, c *cl
 }
 
 // When a replica leaves, only the prompts whose home it was move; when it comes
-// back, they return.
+// back, they return after some minutes.
 func TestFewPromptsMove(t *testing.T) {
 	p := loadHash(t, `{"prefix": 1024}`)
 	rng := rand.New(rand.NewPCG(3, 4))
@@ -57,6 +59,7 @@ func TestFewPromptsMove(t *testing.T) {
 				t.Fatalf("prompt %d went from %s to %s, without %v", i, homes[i], now, gone)
 			}
 		}
+		p.stays = plan.NewStays() // some minutes later
 	}
 }
 
@@ -131,9 +134,15 @@ func TestOverflowIsStable(t *testing.T) {
 	for _, c := range open {
 		c.left(t, &p.core)
 	}
+	last := open[len(open)-1].decisionIn(&p.core).latest().replica.Addr
+	if again, _ := choiceOf(t, p, pool, complete(text)); again != last {
+		t.Errorf("a moment later at %s, but the last one was at %s", again, last)
+	}
+	p.stays = plan.NewStays() // some minutes later
 	if again, reason := choiceOf(t, p, pool, complete(text)); again != home || reason != ReasonHome {
 		t.Errorf("afterwards at %s (%s), home is %s", again, reason, home)
 	}
+	p.stays = plan.NewStays()
 	// The order is the prompt's own: without the home, the second home leads.
 	without := slices.DeleteFunc(slices.Clone(pool), func(u *reverseproxy.Upstream) bool { return u.Dial == home })
 	if second, _ := choiceOf(t, p, without, complete(text)); second != order[1] {

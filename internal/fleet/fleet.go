@@ -261,7 +261,7 @@ func (f *Fleet) lend(now time.Time) {
 	for _, m := range members {
 		m.replica.mu.Lock()
 		if m.replica.rate.known() {
-			rates += m.replica.rate.perSecond(0)
+			rates += m.replica.rate.perSecond(0, true)
 			n++
 		}
 		if peak := m.replica.rate.speed.peak; peak > 0 {

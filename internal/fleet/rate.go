@@ -2,6 +2,8 @@
 
 package fleet
 
+import "time"
+
 // DefaultPrefillRate is the prefill speed assumed of a replica, in uncached
 // prompt tokens a second, until its own counters have told better.
 const DefaultPrefillRate = 10_000
@@ -43,6 +45,38 @@ type rate struct {
 	best     float64 // tokens a second of the best window, fading
 
 	speed speed
+	own   ownRate
+}
+
+// ownRate is what a replica finishes of our own requests in its best windows:
+// all there is to go by where no metrics are polled. Short of saturation it is
+// below what the replica can do, and a queue then is believed to drain more
+// slowly than it does.
+type ownRate struct {
+	began    time.Time // of the current window
+	tokens   float64   // finished in it
+	requests int
+	peak     float64 // tokens a second of the best window, fading
+}
+
+// A window takes at least ownWindow and ownRequests.
+const (
+	ownWindow   = 10 * time.Second
+	ownRequests = 10
+)
+
+// finished books a request of so many tokens.
+func (o *ownRate) finished(tokens float64, now time.Time) {
+	if o.began.IsZero() {
+		o.began = now
+		return
+	}
+	o.tokens += tokens
+	o.requests++
+	if took := now.Sub(o.began); took >= ownWindow && o.requests >= ownRequests {
+		o.peak = max(o.peak*throughputFades, o.tokens/took.Seconds())
+		o.began, o.tokens, o.requests = now, 0, 0
+	}
 }
 
 // speed is what a machine prefills at its best, to tell fast machines from
@@ -116,9 +150,12 @@ func (r *rate) known() bool { return r.seconds > 0 && r.tokens >= rateEnough }
 
 // perSecond is the learned rate, or what is assumed while nothing was learned,
 // and never less than what the replica was seen to do.
-func (r *rate) perSecond(assumed float64) float64 {
-	if r.known() {
+func (r *rate) perSecond(assumed float64, polled bool) float64 {
+	switch {
+	case r.known():
 		assumed = rateLean * r.tokens / r.seconds
+	case !polled && r.own.peak > 0:
+		assumed = r.own.peak
 	}
 	return max(1, assumed, r.best)
 }

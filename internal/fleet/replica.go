@@ -168,6 +168,7 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		if how == finished {
 			p.moved = now
 			p.warm.finished()
+			p.rate.own.finished(r.Uncached, now)
 		}
 	})
 }
@@ -275,7 +276,7 @@ func (p *Replica) cleared() {
 
 // perSecond is the learned prefill rate, or the mean of the others while this
 // replica's own is not known.
-func (p *Replica) perSecond() float64 { return p.rate.perSecond(p.assumed.rate) }
+func (p *Replica) perSecond() float64 { return p.rate.perSecond(p.assumed.rate, p.latest != nil) }
 
 // sameKind is the ratio of speeds within which machines count as equal.
 const sameKind = 1.2
@@ -350,6 +351,14 @@ func (p *Replica) Outstanding() float64 {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.outstanding
+}
+
+// Backlog is the number of prompt tokens of our requests that are believed to
+// wait for prefill, and of all that are in flight.
+func (p *Replica) Backlog(now time.Time) (queue, outstanding float64) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.queue(now, p.perSecond()), p.outstanding
 }
 
 // Avoided says why the replica should not be chosen while another can be.

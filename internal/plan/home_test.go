@@ -3,42 +3,84 @@
 package plan
 
 import (
+	"cmp"
 	"math/rand/v2"
+	"slices"
 	"testing"
+	"time"
 )
 
-// Some home is always within its bound, whatever the loads are, and none that
-// is comes before the chosen one in the prompt's order.
-func TestSomeHomeIsFree(t *testing.T) {
+// plainChoose is the rule as docs/choice.md says it, step by step.
+func plainChoose(r HashRule, homes []Home) (best, first int) {
+	order := make([]int, len(homes))
+	mean := 0.0
+	for i, h := range homes {
+		order[i] = i
+		mean += h.Load / float64(len(homes))
+	}
+	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(homes[b].Order, homes[a].Order) })
+	least := slices.MinFunc(homes, func(a, b Home) int { return cmp.Compare(a.Load, b.Load) }).Load
+	for i, h := range homes {
+		if h.Stays && (h.Load <= r.LoadFactor*mean || h.Load <= mean+r.Slack || h.Load == least) {
+			return i, order[0]
+		}
+	}
+	for _, i := range order {
+		if h := homes[i]; h.Load == least || h.Load <= mean && h.Load <= least+r.Lead {
+			return i, order[0]
+		}
+	}
+	return -1, order[0]
+}
+
+func TestHomeAgainstPlainChoose(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	for range 20_000 {
-		rule := HashRule{LoadFactor: 1 + rng.Float64(), Slack: float64(rng.IntN(3))}
+		rule := HashRule{LoadFactor: 1 + rng.Float64(), Slack: float64(rng.IntN(3)), Lead: float64(rng.IntN(2))}
 		if rng.IntN(3) == 0 {
 			rule = HashRule{LoadFactor: 1}
 		}
 		homes := make([]Home, 1+rng.IntN(9))
-		equal, sum := rng.IntN(5) == 0, 0.0
+		equal := rng.IntN(5) == 0
 		for i := range homes {
 			homes[i] = Home{Order: rng.Uint64(), Load: float64(rng.IntN(4)) * rng.ExpFloat64()}
 			if equal || rng.IntN(4) == 0 {
 				homes[i].Load = 0.1 // equal loads, whose mean may round below them
 			}
-			sum += homes[i].Load
+		}
+		if rng.IntN(2) == 0 {
+			homes[rng.IntN(len(homes))].Stays = true
 		}
 		best, first := rule.Choose(homes)
-		if best < 0 || first < 0 {
-			t.Fatalf("no choice among %+v", homes)
+		if wantBest, wantFirst := plainChoose(rule, homes); best != wantBest || first != wantFirst {
+			t.Fatalf("%+v chose %d (%d), want %d (%d) of %+v", rule, best, first, wantBest, wantFirst, homes)
 		}
-		mean := sum / float64(len(homes))
-		within := func(h Home) bool { return h.Load <= max(rule.LoadFactor*mean, mean+rule.Slack)-1e-9 }
-		for i, h := range homes {
-			if h.Order > homes[first].Order {
-				t.Fatalf("%d is not the first of %+v", first, homes)
-			}
-			if h.Order > homes[best].Order && within(h) {
-				t.Fatalf("chose %d although %d comes before and is within the bound of %+v: %+v", best, i, rule, homes)
-			}
-		}
+	}
+}
+
+func TestStays(t *testing.T) {
+	s := NewStays()
+	if _, ok := s.Get(1, start); ok {
+		t.Error("a key stays somewhere that nothing was sent of")
+	}
+	s.Put(1, 7, start)
+	s.Put(1, 8, start.Add(time.Minute))
+	if at, ok := s.Get(1, start.Add(time.Minute+stayFor-1)); !ok || at != 8 {
+		t.Errorf("stays at %d (%v), want 8, where the last one went", at, ok)
+	}
+	if _, ok := s.Get(1, start.Add(time.Minute+stayFor)); ok {
+		t.Error("a key that is not used stays for ever")
+	}
+	rng := rand.New(rand.NewPCG(7, 8))
+	for range 2 * maxStays {
+		s.Put(rng.Uint64(), 1, start)
+	}
+	n := 0
+	for i := range s.shards {
+		n += s.shards[i].keys.Len()
+	}
+	if n > maxStays {
+		t.Errorf("%d keys are remembered, at most %d should be", n, maxStays)
 	}
 }
 

@@ -208,6 +208,7 @@ type PrefixHash struct {
 	Prefix float64 // bytes; 0 adapts
 
 	depths *plan.Depths
+	stays  *plan.Stays
 	homes  []plan.Home
 	at     []int
 }
@@ -219,6 +220,7 @@ func (p *PrefixHash) settings() map[string]setting {
 	return map[string]setting{
 		"load_factor": number(&p.Rule.LoadFactor),
 		"slack":       number(&p.Rule.Slack),
+		"lead":        number(&p.Rule.Lead),
 		"prefix":      number(&p.Prefix),
 	}
 }
@@ -226,7 +228,7 @@ func (p *PrefixHash) settings() map[string]setting {
 // Start implements Policy.
 func (p *PrefixHash) Start(f *Fleet) {
 	p.start(f)
-	p.depths = plan.NewDepths(int64(p.Prefix))
+	p.depths, p.stays = plan.NewDepths(int64(p.Prefix)), plan.NewStays()
 }
 
 // Arrive implements Policy.
@@ -241,9 +243,12 @@ func (p *PrefixHash) Arrive(now time.Duration, r *Request) {
 		}
 	}
 	best, first := p.Rule.Choose(p.homes)
-	switch {
-	case best < 0:
+	if best < 0 {
 		p.sim.Refuse(now, r)
+		return
+	}
+	p.stays.Put(key, p.replicas[p.at[best]].ID, epoch.Add(now))
+	switch {
 	case len(p.homes) == 1:
 		p.send(now, r, p.at[best], 0, tokens, reasonOnly)
 	case best == first:
@@ -257,12 +262,17 @@ func (p *PrefixHash) Arrive(now time.Duration, r *Request) {
 // were tried or failed.
 func (p *PrefixHash) gather(now time.Duration, r *Request, key uint64, again bool) {
 	p.homes, p.at = p.homes[:0], p.at[:0]
+	stay, stays := p.stays.Get(key, epoch.Add(now))
 	for i, replica := range p.replicas {
 		tried := r.Retries > 0 && i == r.Replica || replica.Avoided(epoch.Add(now)) != fleet.Eligible
 		if !p.sim.Up(i) || tried && !again {
 			continue
 		}
-		p.homes = append(p.homes, plan.Home{Order: plan.Rendezvous(key, replica.ID), Load: replica.Outstanding()})
+		p.homes = append(p.homes, plan.Home{
+			Order: plan.Rendezvous(key, replica.ID),
+			Load:  plan.HomeLoad(replica.Backlog(epoch.Add(now))),
+			Stays: stays && replica.ID == stay,
+		})
 		p.at = append(p.at, i)
 	}
 }
