@@ -18,7 +18,8 @@ import (
 func init() {
 	caddy.RegisterModule(Handler{})
 	httpcaddyfile.RegisterHandlerDirective("kv_cache_page", parse)
-	httpcaddyfile.RegisterDirectiveOrder("kv_cache_page", httpcaddyfile.Before, "reverse_proxy")
+	// A site may have `metrics` for all other paths.
+	httpcaddyfile.RegisterDirectiveOrder("kv_cache_page", httpcaddyfile.Before, "metrics")
 }
 
 // Handler answers with a live page about the fleets of the running config: the

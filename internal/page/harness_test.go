@@ -23,6 +23,7 @@ import (
 	"github.com/caddyserver/caddy/v2/caddyconfig/httpcaddyfile"
 	_ "github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 	_ "github.com/caddyserver/caddy/v2/modules/filestorage"
+	_ "github.com/caddyserver/caddy/v2/modules/metrics"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/load"

@@ -83,6 +83,20 @@ func TestOffByDefault(t *testing.T) {
 	}
 }
 
+// TestBesideMetrics has the page on a site that serves metrics everywhere else.
+func TestBesideMetrics(t *testing.T) {
+	s := serve(t, "\tmetrics\n\tkv_cache_page /kv")
+	if _, body := s.fetch(t, http.MethodGet, "/kv"); !strings.Contains(body, "<html") {
+		t.Errorf("the page is %.100s", body)
+	}
+	if _, body := s.fetch(t, http.MethodGet, "/"); strings.Contains(body, "<html") || !strings.Contains(body, "# HELP") {
+		t.Errorf("the metrics are %.100s", body)
+	}
+	if d := s.data(t, ""); len(d.Fleets) != 0 || d.Names == nil {
+		t.Errorf("without a policy there is %+v", d)
+	}
+}
+
 // TestData follows what the page shows from before the first request to after a
 // drain.
 func TestData(t *testing.T) {
