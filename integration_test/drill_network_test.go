@@ -26,7 +26,7 @@ import (
 // networks are drills of what lies between Caddy and the engines, and of other protocols.
 var networks = []drill{
 	{
-		number: "05b", name: "resets connections (RST) in the middle of answers", excused: []string{cut}, compare: true, fullOnly: true,
+		number: "05b", name: "resets connections (RST) in the middle of answers", excused: []string{cut}, compare: true, seldom: true,
 		front:   func(x *exercise, s *enginesim.Server) string { return x.brokenFront(s, 100, true) },
 		disturb: func(x *exercise) { x.faulty.Store(true) },
 		mend:    func(x *exercise) { x.faulty.Store(false) },
@@ -38,7 +38,7 @@ var networks = []drill{
 		mend:    func(x *exercise) { x.faulty.Store(false) },
 	},
 	{
-		number: "22", name: "DNS flaps, is empty, names 300 addresses", compare: true, fullOnly: true, excused: []string{"status 503"},
+		number: "22", name: "DNS flaps, is empty, names 300 addresses", compare: true, seldom: true, excused: []string{"status 503"},
 		policy: "metrics_interval 2s", dynamic: []string{"127.0.0.1", "127.0.0.2", "127.0.0.3"},
 		stays:  "replicas that a dynamic source stopped naming are kept for ten minutes",
 		uneven: "one engine listens at all addresses",
@@ -88,7 +88,7 @@ var networks = []drill{
 		},
 	},
 	{
-		number: "37", name: "upstreams speak HTTP/2 without TLS", compare: true, fullOnly: true,
+		number: "37", name: "upstreams speak HTTP/2 without TLS", compare: true, seldom: true,
 		front:   func(x *exercise, s *enginesim.Server) string { return x.frontOf(s, true, nil) },
 		options: strings.Replace(drillOptions, "keepalive 2s", "keepalive 2s\nversions h2c 2", 1),
 	},
@@ -104,7 +104,7 @@ var networks = []drill{
 		},
 	},
 	{
-		number: "38b", name: "websocket across reloads", compare: true, fullOnly: true, resend: true,
+		number: "38b", name: "websocket across reloads", compare: true, seldom: true, resend: true,
 		site: func(x *exercise) string { return x.websocketSite("stream_close_delay 1m") },
 		disturb: func(x *exercise) {
 			talk := openWebsocket(x)

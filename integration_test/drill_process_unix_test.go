@@ -19,7 +19,7 @@ import (
 // processes are drills with processes, whose signals and limits are not the same on every system.
 var processes = []drill{
 	{
-		number: "07", name: "stopped (SIGSTOP) and continued", hangs: true, compare: true, fullOnly: true, spread: true, replicas: 2,
+		number: "07", name: "stopped (SIGSTOP) and continued", hangs: true, compare: true, seldom: true, spread: true, replicas: 2,
 		engine: func(_ int, c *enginesim.ServerConfig) { c.Speed = 1 }, // as the process has it
 		others: startOutside,
 		disturb: func(x *exercise) {
@@ -38,7 +38,7 @@ var processes = []drill{
 		},
 	},
 	{
-		number: "34", name: "file descriptors exhausted", files: 100, compare: true, fullOnly: true,
+		number: "34", name: "file descriptors exhausted", files: 100, compare: true, seldom: true,
 		excused: []string{"status 502", "status 503", noAnswer},
 		disturb: func(x *exercise) {
 			var open []net.Conn
@@ -54,14 +54,14 @@ var processes = []drill{
 		},
 	},
 	{
-		number: "35", name: "GOMEMLIMIT of 40 MiB, prompts of 200 kB", compare: true, fullOnly: true, env: []string{"GOMEMLIMIT=40MiB"},
+		number: "35", name: "GOMEMLIMIT of 40 MiB, prompts of 200 kB", compare: true, seldom: true, env: []string{"GOMEMLIMIT=40MiB"},
 		engine: func(_ int, c *enginesim.ServerConfig) { c.PrefillRate = 1e6 },
 		disturb: func(x *exercise) {
 			inParallel(200, 100, func(i int) { x.expect(ask(text(fmt.Sprint("flood ", i), 200_000))) })
 		},
 	},
 	{
-		number: "40", name: "Caddy replaced in place by another process", compare: true, fullOnly: true, resend: true,
+		number: "40", name: "Caddy replaced in place by another process", compare: true, seldom: true, resend: true,
 		disturb: func(x *exercise) {
 			old, next := x.proxy, newProxy(x.T)
 			next.addr, next.page, next.level = old.addr, old.page, old.level

@@ -3,6 +3,7 @@
 package integration
 
 import (
+	"cmp"
 	"debug/buildinfo"
 	"fmt"
 	"maps"
@@ -48,9 +49,12 @@ const drillOptions = `
 		keepalive 2s
 	}`
 
-// full plays the drills at the size that is documented, and more of them with least_conn: it takes half
-// an hour. Otherwise they are of a size that takes seconds.
-var full = os.Getenv("DRILLS") == "full" || os.Getenv("UPDATE_RELIABILITY") != ""
+// full plays the drills at the size that they are about, and thorough plays those with least_conn, too, where
+// the comparison says something but takes its time. Otherwise they are of a size that takes seconds.
+var (
+	full     = os.Getenv("DRILLS") == "full"
+	thorough = full || os.Getenv("UPDATE_RELIABILITY") != ""
+)
 
 // sized is how many of something a drill has.
 func sized(usual, documented int) int {
@@ -73,17 +77,19 @@ type drill struct {
 	options  string                                    // of reverse_proxy, instead of drillOptions
 	resend   bool                                      // what Caddy closed the connection of, as clients do
 	site     func(*exercise) string                    // further directives
+	extra    func(*exercise) string                    // another site
 	disturb  func(*exercise)                           // begins the fault
 	mend     func(*exercise)                           // ends it
 	check    func(*exercise)                           // what must hold besides what holds for all
 	excused  []string                                  // failures that no policy can help
 	compare  bool                                      // is played with least_conn as well
-	fullOnly bool                                      // the comparison only at full size
+	seldom   bool                                      // the comparison only where it is asked for
 	uneven   string                                    // why new prompts are not spread evenly afterwards; "" if they are
 	hangs    bool                                      // least_conn's clients, all of them
 	kept     int                                       // goroutines and files, for connections that outlive the load
 	stays    string                                    // why something stays of what the drill has opened; "" if nothing does
 	env      []string                                  // of Caddy's process
+	memory   int                                       // MiB that the process may take; default 300
 	files    int                                       // that Caddy's process may have open; 0 for as many as the system allows
 	dynamic  []string                                  // hosts at which DNS finds the one engine; it listens on all
 	spread   bool                                      // new prompts come with the end of the fault, and all replicas must share in them
@@ -126,9 +132,11 @@ type exercise struct {
 	resolver      *resolver             // that tells the upstreams, if they are dynamic
 	process       *os.Process           // of a replica outside of this process, at the address outside
 	outside       string
+	secure        string               // address of the other site
 	strangers     []string             // upstreams of other policies
 	narrators     map[string]*narrator // that publish what engines store
 	pending       atomic.Int64         // requests without an answer
+	spoiled       atomic.Int64         // of the drill's own requests, those that failed
 	note          string               // of what the table has no column for
 	phase         atomic.Int32
 	fresh         atomic.Bool // system prompts are others than at the beginning
@@ -183,7 +191,7 @@ func TestDrills(t *testing.T) {
 				policy = "prefix_hash"
 			}
 			row := play(t, d, policy)
-			if row.drill.compare = d.compare && (full || !d.fullOnly); row.drill.compare {
+			if row.drill.compare = d.compare && (thorough || !d.seldom); row.drill.compare {
 				other := play(t, d, "least_conn")
 				row.compared, row.comparedEven, row.comparedNote = other.failed, other.even, other.note
 			}
@@ -202,6 +210,9 @@ func play(t *testing.T, d drill, policy string) outcome {
 	x.proxy = newProxy(t)
 	x.proxy.level, x.proxy.env, x.proxy.files = "WARN", d.env, d.files
 	x.first.Store(x.proxy)
+	if d.extra != nil {
+		x.proxy.extra = d.extra(x)
+	}
 	x.proxy.run(x.proxy.caddyfile(x.directives(x.addrs)))
 	if x.ours() && !d.hash && !strings.Contains(d.policy, "metrics_off") {
 		x.proxy.awaitScrapes(x.fleetAddrs()...)
@@ -242,6 +253,9 @@ func play(t *testing.T, d drill, policy string) outcome {
 	if x.ours() {
 		x.proxy.awaitIdle()
 		row.held[1] = x.leftOver(row.held[0])
+	}
+	if n := x.spoiled.Load(); n > 0 {
+		x.note += fmt.Sprintf("; %d of the drill's own", n)
 	}
 	row.note = x.note
 	x.sumUp(&row)
@@ -606,7 +620,7 @@ func (x *exercise) judge(row *outcome) {
 	if x.uneven == "" && row.even > evenShare {
 		x.Errorf("%v after the fault one replica computes %.2f times its fair share of new prompts", evenAfter, row.even)
 	}
-	if row.memory > 300<<20 && !withRaceDetector(x) {
+	if row.memory > int64(cmp.Or(x.memory, 300))<<20 && !withRaceDetector(x) {
 		x.Errorf("Caddy took %d MiB of memory", row.memory>>20)
 	}
 }

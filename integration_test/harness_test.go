@@ -109,6 +109,7 @@ type proxy struct {
 	config int      // number of the latest configuration, which its answers have in X-Config
 	level  string   // of the log
 	page   string   // URL of its metrics
+	extra  string   // another site
 	env    []string // further variables of the process
 	files  int      // that it may have open; 0 for as many as the system allows
 	ended  sync.Once
@@ -145,7 +146,7 @@ func (p *proxy) caddyfile(directives string) string {
 	metrics /caddy-metrics
 	%s
 }
-`, p.options(), port, p.config, directives)
+%s`, p.options(), port, p.config, directives, p.extra)
 }
 
 // options are the global options of a Caddy that leaves others alone.
@@ -160,7 +161,7 @@ func (p *proxy) options() string {
 		level %s
 	}
 	servers {
-		protocols h1 h2c
+		protocols h1 h2 h2c h3
 	}
 }`, p.admin, filepath.ToSlash(p.dir), p.level)
 }
