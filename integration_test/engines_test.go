@@ -25,8 +25,14 @@ func engines(tb testing.TB, n int, config enginesim.ServerConfig) enginesim.Flee
 	tb.Helper()
 	fleet := make(enginesim.Fleet, n)
 	for i := range fleet {
-		config.Addr = loopback.FreeAddr(tb) // which stays ours while the engine is down
-		s, err := enginesim.StartServer(config)
+		var s *enginesim.Server
+		var err error
+		for range 10 { // another process may take the address meanwhile
+			config.Addr = loopback.FreeAddr(tb) // which stays ours while the engine is down
+			if s, err = enginesim.StartServer(config); err == nil {
+				break
+			}
+		}
 		if err != nil {
 			tb.Fatal(err)
 		}
