@@ -650,31 +650,35 @@ const (
 	tableEnd        = "<!-- end of table -->\n"
 )
 
-// report prints the table, and keeps it in the documentation where $UPDATE_RELIABILITY is set.
+// tableHead begins the table.
+const tableHead = "| drill | sent | answered | failed, why | hit rate before, during, after | busiest replica, × fair: before, during; new prompts | with least_conn: failed; new prompts | memory, MiB | goroutines, files | |\n" +
+	"|---|---|---|---|---|---|---|---|---|---|\n"
+
+// line is a drill's line of the table.
+func (r *outcome) line() string {
+	compared := ""
+	if r.drill.compare {
+		compared = fmt.Sprintf("%s%s; %.2f", reasons(r.compared), r.comparedNote, r.comparedEven)
+	}
+	failed := reasons(r.failed) + r.note
+	if r.resent > 0 {
+		failed += fmt.Sprintf("; %d resent", r.resent)
+	}
+	return fmt.Sprintf("| %s %s | %d | %d | %s | %.0f, %.0f, %.0f %% | %.2f, %.2f; %.2f | %s | %d | %d → %d, %d → %d | %s |\n",
+		r.number, r.name, r.sent, r.answered, failed,
+		100*r.hits[before], 100*r.hits[during], 100*r.hits[after],
+		r.share[before], r.share[during], r.even, compared, r.memory>>20,
+		r.held[0].goroutines, r.held[1].goroutines, r.held[0].files, r.held[1].files, r.verdict)
+}
+
+// report prints the table. Where $UPDATE_RELIABILITY is set, the lines of the drills that were played
+// replace theirs in the documentation.
 func report(t *testing.T, rows []outcome) {
-	if len(rows) == 0 {
-		return
-	}
-	slices.SortFunc(rows, func(a, b outcome) int { return strings.Compare(a.number, b.number) })
-	var table strings.Builder
-	table.WriteString("| drill | sent | answered | failed, why | hit rate before, during, after | busiest replica, × fair: before, during; new prompts | with least_conn: failed; new prompts | memory, MiB | goroutines, files | |\n")
-	table.WriteString("|---|---|---|---|---|---|---|---|---|---|\n")
+	lines := make(map[string]string)
 	for _, r := range rows {
-		compared := ""
-		if r.drill.compare {
-			compared = fmt.Sprintf("%s%s; %.2f", reasons(r.compared), r.comparedNote, r.comparedEven)
-		}
-		failed := reasons(r.failed) + r.note
-		if r.resent > 0 {
-			failed += fmt.Sprintf("; %d resent", r.resent)
-		}
-		fmt.Fprintf(&table, "| %s %s | %d | %d | %s | %.0f, %.0f, %.0f %% | %.2f, %.2f; %.2f | %s | %d | %d → %d, %d → %d | %s |\n",
-			r.number, r.name, r.sent, r.answered, failed,
-			100*r.hits[before], 100*r.hits[during], 100*r.hits[after],
-			r.share[before], r.share[during], r.even, compared, r.memory>>20,
-			r.held[0].goroutines, r.held[1].goroutines, r.held[0].files, r.held[1].files, r.verdict)
+		lines[r.number] = r.line()
 	}
-	t.Logf("outcomes:\n%s", table.String())
+	t.Logf("outcomes:\n%s", tableOf(lines))
 	if os.Getenv("UPDATE_RELIABILITY") == "" {
 		return
 	}
@@ -683,13 +687,28 @@ func report(t *testing.T, rows []outcome) {
 		t.Fatal(err)
 	}
 	head, rest, begins := strings.Cut(string(page), tableBegin)
-	_, tail, ends := strings.Cut(rest, tableEnd)
+	table, tail, ends := strings.Cut(rest, tableEnd)
 	if !begins || !ends {
 		t.Fatalf("%s lacks the marks of the table", reliabilityPage)
 	}
-	if err := os.WriteFile(reliabilityPage, []byte(head+tableBegin+table.String()+tableEnd+tail), 0o644); err != nil {
+	for line := range strings.Lines(table) {
+		number, _, _ := strings.Cut(strings.TrimPrefix(line, "| "), " ")
+		if _, played := lines[number]; !played && slices.ContainsFunc(drills, func(d drill) bool { return d.number == number }) {
+			lines[number] = line
+		}
+	}
+	if err := os.WriteFile(reliabilityPage, []byte(head+tableBegin+tableOf(lines)+tableEnd+tail), 0o644); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// tableOf puts the lines in order.
+func tableOf(lines map[string]string) string {
+	table := tableHead
+	for _, number := range slices.Sorted(maps.Keys(lines)) {
+		table += lines[number]
+	}
+	return table
 }
 
 // reasons lists failures by kind.
