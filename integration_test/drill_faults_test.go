@@ -12,8 +12,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/cespare/xxhash/v2"
@@ -285,9 +287,15 @@ var faults = []drill{
 		},
 	},
 	{
-		number: "31", name: fmt.Sprintf("all saturated: %d wait, abort at once, recover", sized(300, 10_000)), memory: sized(300, 1000), compare: true, seldom: true,
+		number: "31a", name: fmt.Sprintf("all saturated: %d wait, abort at once, recover", sized(300, 10_000)), memory: sized(300, 1000), compare: true, seldom: true,
 		engine:  func(_ int, c *enginesim.ServerConfig) { c.MaxSeqs = 8 },
 		disturb: saturate,
+	},
+	{
+		number: "31b", name: "all saturated: the queue is full, the next are refused", excused: []string{"status 503"},
+		policy:  "queue_max 50\nqueue_full refuse",
+		engine:  func(_ int, c *enginesim.ServerConfig) { c.MaxSeqs = 8 },
+		disturb: overfill,
 	},
 	{
 		number: "32", name: "rolling update with drain", spread: true,
@@ -405,6 +413,41 @@ func saturate(x *exercise) {
 	await(x, "the waiting to be forgotten", func() bool {
 		return x.proxy.metric("caddy_kv_cache_waiting_requests") <= streamClients+shortClients
 	})
+}
+
+// overfill sends much more than may wait. What is refused is told when to come again, and the rest is served.
+func overfill(x *exercise) {
+	var served, refused, most atomic.Int64
+	var flood sync.WaitGroup
+	for i := range 300 {
+		flood.Go(func() {
+			a := x.proxy.post(chatPath, ask(text(fmt.Sprint("flood ", i), 20_000)))
+			switch after, err := strconv.Atoi(a.header.Get("Retry-After")); {
+			case a.bad() == nil:
+				if served.Add(1); err == nil {
+					x.Error("an answer tells its client to come again")
+				}
+			case a.status == http.StatusServiceUnavailable && err == nil && after > 0:
+				refused.Add(1)
+			default:
+				x.Errorf("neither served nor told when to come again: %v, Retry-After %q", a.bad(), a.header.Get("Retry-After"))
+			}
+		})
+	}
+	over := make(chan struct{})
+	go func() { flood.Wait(); close(over) }()
+	for ended := false; !ended; {
+		select {
+		case <-over:
+			ended = true
+		case <-time.After(20 * time.Millisecond):
+			most.Store(max(most.Load(), int64(x.proxy.metric("caddy_kv_cache_waiting_requests"))))
+		}
+	}
+	x.note = fmt.Sprintf("; of 300 more %d were served and %d refused, %d waited at once", served.Load(), refused.Load(), most.Load())
+	if served.Load() < 50 || refused.Load() == 0 || most.Load() > 50 {
+		x.Errorf("of 300 %d were served and %d refused, %d waited at once", served.Load(), refused.Load(), most.Load())
+	}
 }
 
 // leftAlone checks that a replica got nothing after it was known to hang.

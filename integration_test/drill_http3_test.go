@@ -19,6 +19,8 @@ import (
 	"time"
 
 	"github.com/quic-go/quic-go/http3"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/loopback"
 )
 
 // http3Drill has clients that speak HTTP/3: they ask, and leave in mid-stream.
@@ -26,9 +28,9 @@ var http3Drill = []drill{{
 	number: "37b", name: "HTTP/3 clients ask, and leave in mid-stream", compare: true, seldom: true,
 	kept: 8, // its listener's connections end a moment after their clients
 	extra: func(x *exercise) string {
-		x.secure = freeAddr(x)
+		x.secure = loopback.FreeAddr(x)
 		cert, key := selfSigned(x)
-		_, port, _ := net.SplitHostPort(x.secure) // of an address that freeAddr made
+		_, port, _ := net.SplitHostPort(x.secure) // of an address that FreeAddr made
 		return fmt.Sprintf("https://127.0.0.1:%s {\nbind 127.0.0.1\ntls %s %s\n%s}\n", port, cert, key, x.directives(x.addrs))
 	},
 	disturb: func(x *exercise) {

@@ -34,6 +34,7 @@ type decision struct {
 
 	changed func(time.Time) // to be told of the request's end; may be nil
 	arrived time.Time
+	refused bool         // for want of room, at an earlier attempt
 	muted   bool         // whom the policy decides for books the outcome
 	teller  *core        // tells operators of the request's end; nil for nobody
 	meter   *usage.Meter // of the response; nil if nobody reads along

@@ -214,8 +214,12 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 		a.prefix.Prune()
 	}
 	p.tell(a, r)
-	if a.choice.Refused {
+	switch {
+	case a.choice.Refused:
+		d.refused = true
 		refuse(w, a.choice.RetryAfter)
+	case d.refused && w != nil: // Caddy has tried again, and there was room
+		w.Header().Del("Retry-After")
 	}
 	p.done(a)
 	return upstream
