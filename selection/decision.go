@@ -58,7 +58,8 @@ type attempt struct {
 	fleet.Reservation
 
 	replica *fleet.Replica
-	matched int // blocks believed held there
+	rank    string // of the replica, that holds the prompt; empty if not known
+	matched int    // blocks believed held there
 	failed  bool
 	reason  Reason
 	key     uint64        // hash of the prompt's leading part, 0 without one
@@ -377,6 +378,8 @@ func (d *decision) placeholder(key string) (any, bool) {
 		return tokensText(a.cost), true
 	case "next_cost":
 		return tokensText(a.next), true
+	case "rank":
+		return a.rank, true
 	case "waited":
 		return a.waited.String(), true
 	}

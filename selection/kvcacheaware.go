@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"strconv"
 	"sync"
 	"time"
 
@@ -343,6 +344,7 @@ func (a *asking) Send(c plan.Choice) {
 	at := a.decision.attempt()
 	*at = attempt{
 		replica: replica,
+		rank:    a.rankAt(replica),
 		matched: c.Matched,
 		reason:  a.reasonOf(c),
 		key:     a.Key,
@@ -361,6 +363,19 @@ func (a *asking) Send(c plan.Choice) {
 	if a.session != "" {
 		a.policy.pins.put(a.session, a.decision.seed, replica.Addr)
 	}
+}
+
+// rankAt is the data-parallel rank of a replica that holds the prompt, empty
+// where that is not known.
+func (a *asking) rankAt(p *fleet.Replica) string {
+	if a.Holder == nil {
+		return ""
+	}
+	rank, ok := a.prefix.Rank(p)
+	if !ok {
+		return ""
+	}
+	return strconv.Itoa(rank)
 }
 
 func (a *asking) reasonOf(c plan.Choice) Reason {

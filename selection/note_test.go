@@ -122,9 +122,9 @@ func TestMorePlaceholders(t *testing.T) {
 	c := complete(words("placeholder", 8000))
 	defer c.leave()
 	p.Select(poolOf(2), c.Request, nil)
-	got := c.repl.ReplaceAll("{http.reverse_proxy.kv_cache.key} {http.reverse_proxy.kv_cache.cost} {http.reverse_proxy.kv_cache.next_cost} {http.reverse_proxy.kv_cache.waited}", "-")
+	got := c.repl.ReplaceAll("{http.reverse_proxy.kv_cache.key} {http.reverse_proxy.kv_cache.cost} {http.reverse_proxy.kv_cache.next_cost} {http.reverse_proxy.kv_cache.waited} {http.reverse_proxy.kv_cache.rank}", "-")
 	at := c.decisionIn(&p.core).latest()
-	want := fmt.Sprintf("%016x %d %d 0s", at.key, int(at.cost), int(at.next))
+	want := fmt.Sprintf("%016x %d %d 0s -", at.key, int(at.cost), int(at.next))
 	if got != want || at.cost <= 0 {
 		t.Errorf("placeholders are %q, want %q", got, want)
 	}

@@ -226,7 +226,7 @@ serve() { # dir port
     --num-gpu-blocks-override "$blocks" --enforce-eager --distributed-executor-backend uni \
     --enable-prompt-tokens-details --enable-scale-out --prefix-caching-hash-algo sha256_cbor \
     --kv-cache-metrics --kv-cache-metrics-sample 1.0 \
-    --kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://[::ffff:127.0.0.1]:'$((port + 100))'","replay_endpoint":"tcp://[::ffff:127.0.0.1]:'$((port + 200))'","topic":"kv@127.0.0.1:'"$port@$model"'"}' \
+    --kv-events-config '{"enable_kv_cache_events":true,"publisher":"zmq","buffer_steps":200000,"endpoint":"tcp://[::ffff:127.0.0.1]:'$((port + 100))'","replay_endpoint":"tcp://[::ffff:127.0.0.1]:'$((port + 200))'","topic":"kv@127.0.0.1:'"$port@$model"'"}' \
     ${VLLM_EXTRA:-} < /dev/null
 }
 

@@ -258,6 +258,13 @@ type Prefix struct {
 	perBlock float64
 	aligned  []aligned // what was looked up already, by token block
 	missing  []missing
+	ranks    []home // of replicas with several
+}
+
+// home is the rank of a replica that holds most of a prompt, -1 if none does.
+type home struct {
+	replica *Replica
+	rank    int
 }
 
 type aligned struct {
@@ -273,7 +280,7 @@ func (f *Fleet) Prefix(x *Prefix, chain []uint64, perBlock float64) *Prefix {
 		return nil
 	}
 	chain = chain[:min(len(chain), maxLearned/prompt.BlockSize)] // nothing beyond was learned
-	*x = Prefix{fleet: f, chain: chain, perBlock: perBlock, aligned: x.aligned[:0], missing: x.missing[:0]}
+	*x = Prefix{fleet: f, chain: chain, perBlock: perBlock, aligned: x.aligned[:0], missing: x.missing[:0], ranks: x.ranks[:0]}
 	return x
 }
 
@@ -281,7 +288,8 @@ func (f *Fleet) Prefix(x *Prefix, chain []uint64, perBlock float64) *Prefix {
 func (x *Prefix) Drop() {
 	clear(x.aligned)
 	clear(x.missing)
-	*x = Prefix{aligned: x.aligned[:0], missing: x.missing[:0]}
+	clear(x.ranks)
+	*x = Prefix{aligned: x.aligned[:0], missing: x.missing[:0], ranks: x.ranks[:0]}
 }
 
 // Held corrects how many of the prompt's tokens a replica is believed to hold
@@ -304,7 +312,11 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 		if !ok || a.Tokens == 0 {
 			return believed
 		}
-		m, _ = t.index.LongestKeys(a.Keys, block)
+		var rank int
+		m, rank = t.index.LongestKeys(a.Keys, block)
+		if len(*t.ranks.Load()) > 1 {
+			x.found(p, rank)
+		}
 		if m.Tokens >= a.Tokens { // what follows is not known by its tokens
 			return m.Credit() + max(0, believed-float64(a.Tokens))
 		}
@@ -363,6 +375,27 @@ func (x *Prefix) miss(p *Replica, t *truth, from int) {
 	if len(x.missing) < maxMissing {
 		x.missing = append(x.missing, missing{p, t, from})
 	}
+}
+
+func (x *Prefix) found(p *Replica, rank int) {
+	for i := range x.ranks {
+		if x.ranks[i].replica == p {
+			x.ranks[i].rank = rank
+			return
+		}
+	}
+	x.ranks = append(x.ranks, home{p, rank})
+}
+
+// Rank is the data-parallel rank of a replica that holds most of the prompt by
+// its events when Held last looked; false if none does, or it has only one.
+func (x *Prefix) Rank(p *Replica) (rank int, ok bool) {
+	for _, h := range x.ranks {
+		if h.replica == p {
+			return h.rank, h.rank >= 0
+		}
+	}
+	return 0, false
 }
 
 // Prune takes out of the belief what Held found to be gone, so that it takes

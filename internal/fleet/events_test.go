@@ -486,6 +486,46 @@ func TestRanks(t *testing.T) {
 	}
 }
 
+// Where a replica has several ranks, the one that holds most of a prompt is told.
+func TestRankThatHolds(t *testing.T) {
+	engines := []*teller{newTeller(t, true), newTeller(t, true)}
+	cfg := engines[0].config()
+	cfg.Events.Stream = func(_ string, rank int) (kvevents.StreamConfig, bool) {
+		if rank >= len(engines) {
+			return kvevents.StreamConfig{}, false
+		}
+		c, _ := engines[rank].config().Events.Stream("", 0)
+		return c, true
+	}
+	f := NewRegistry().New(cfg, []string{"a"})
+	f.Start()
+	defer f.Stop()
+	p := f.Replica("a", time.Now())
+	f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{
+		At: time.Now(), Engine: metrics.VLLM, Rows: len(engines), Models: []string{"base"},
+		BlockTokens: metrics.Fact{Value: engineBlock, Known: true},
+	}}, time.Now())
+	awaitCurrent(t, p)
+	passages := []*passage{newPassage(t, "one", 2048), newPassage(t, "two", 2048), newPassage(t, "nobody's", 2048)}
+	for rank, e := range engines {
+		n := len(passages[rank].text) / engineBlock
+		b := kvpublish.Batch{Rank: rank}
+		b.Stored(kvpublish.Stored{Hashes: passages[rank].hashes(), Tokens: tokensOf(passages[rank].text)[:n*engineBlock], BlockSize: engineBlock})
+		e.publisher.Publish(&b)
+	}
+	awaitBlocks(t, p, 2*2048/engineBlock)
+	for want, x := range passages {
+		prefix := f.Prefix(new(Prefix), x.prompt.Chain, prompt.BlockSize)
+		if want < len(engines) {
+			learn(t, f, p, x, "base")
+		}
+		prefix.Held(p, 0)
+		if rank, ok := prefix.Rank(p); ok != (want < len(engines)) || ok && rank != want {
+			t.Errorf("rank %d, %t for the prompt of rank %d", rank, ok, want)
+		}
+	}
+}
+
 // Tokens that are not those of the engine's events would make every prompt look as if it was dropped.
 func TestOtherTokensAreNotLearned(t *testing.T) {
 	e := newTeller(t, true)
