@@ -216,10 +216,10 @@ func (c *cutter) Write(p []byte) (int, error) {
 		c.left -= len(p)
 		return c.ResponseWriter.Write(p)
 	}
-	n, _ := c.ResponseWriter.Write(p[:c.left])
+	_, _ = c.ResponseWriter.Write(p[:c.left])
 	_ = http.NewResponseController(c.ResponseWriter).Flush()
 	c.end()
-	return n, io.ErrShortWrite
+	return 0, io.ErrShortWrite
 }
 
 // end does not return.
