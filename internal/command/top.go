@@ -23,7 +23,7 @@ import (
 func init() { subcommands = append(subcommands, newTop) }
 
 const topLong = `
-Shows what status shows, again and again, until interrupted. HIT is the hit rate
+Shows what status shows, again and again, until q is typed. HIT is the hit rate
 since the last time, and each fleet's first line has its rates: requests that got
 their first token, and prompt tokens computed, a second.
 `
@@ -62,38 +62,57 @@ func newTop() *cobra.Command {
 	return cmd
 }
 
-// run looks until the context is done, which is how it is meant to end. The
-// first look must succeed; later failures are shown, and Caddy may come back.
+// run looks until it is interrupted, which is how it is meant to end. The first
+// look must succeed; later failures are shown, and Caddy may come back.
 func (f *topFlags) run(ctx context.Context, out io.Writer) error {
 	if f.interval < shortestLook {
 		return fmt.Errorf("interval is %v, but must be at least %v", f.interval, shortestLook)
 	}
-	fleets, err := f.fleets(f.fleet)
+	w := &watch{topFlags: f}
+	first, err := w.look()
 	if err != nil {
 		return err
 	}
-	s := newScreen(out)
-	defer s.close()
-	last, at := fleets, time.Now()
-	s.show(page(fleets, nil, 0))
-	tick := time.NewTicker(f.interval)
-	defer tick.Stop()
-	for {
+	if isTerminal(out) {
+		return showLive(ctx, out, first, f.interval, w.page)
+	}
+	for tick := time.NewTicker(f.interval); ; first = w.page() {
+		fmt.Fprintln(out, first)
 		select {
 		case <-ctx.Done():
+			tick.Stop()
 			return nil
 		case <-tick.C:
 		}
-		fleets, err := f.fleets(f.fleet)
-		now := time.Now()
-		if err != nil {
-			s.show(now.Format(time.TimeOnly) + "  " + clean(err.Error()) + "\n")
-			last = nil
-			continue
-		}
-		s.show(page(fleets, last, now.Sub(at)))
-		last, at = fleets, now
 	}
+}
+
+// watch looks again and again, and remembers the look before.
+type watch struct {
+	*topFlags
+	last []admin.Fleet
+	at   time.Time
+}
+
+func (w *watch) look() (string, error) {
+	fleets, err := w.fleets(w.fleet)
+	if err != nil {
+		w.last = nil
+		return "", err
+	}
+	now := time.Now()
+	text := page(fleets, w.last, now.Sub(w.at))
+	w.last, w.at = fleets, now
+	return text, nil
+}
+
+// page is a look, or why there is none.
+func (w *watch) page() string {
+	text, err := w.look()
+	if err != nil {
+		return time.Now().Format(time.TimeOnly) + "  " + clean(err.Error()) + "\n"
+	}
+	return text
 }
 
 // page is what one look shows; before is the look that was so long ago.
@@ -154,43 +173,4 @@ func findReplica(f *admin.Fleet, addr string) *admin.Replica {
 		}
 	}
 	return nil
-}
-
-// screen shows one page in the place of the one before, on a terminal; into a
-// file it writes them one after another.
-type screen struct {
-	io.Writer
-	live bool
-}
-
-const (
-	toOtherScreen   = "\x1b[?1049h\x1b[?25l" // and hide the cursor
-	fromOtherScreen = "\x1b[?25h\x1b[?1049l"
-	toTop           = "\x1b[H"
-	clearLine       = "\x1b[K"
-	clearBelow      = "\x1b[J"
-)
-
-func newScreen(out io.Writer) *screen {
-	s := &screen{out, isTerminal(out)}
-	if s.live {
-		_, _ = io.WriteString(s, toOtherScreen)
-	}
-	return s
-}
-
-func (s *screen) show(page string) {
-	if !s.live {
-		_, _ = io.WriteString(s, page+"\n")
-		return
-	}
-	// Line by line over the old page, so that nothing flickers.
-	page = strings.ReplaceAll(page, "\n", clearLine+"\n")
-	_, _ = io.WriteString(s, toTop+page+clearBelow)
-}
-
-func (s *screen) close() {
-	if s.live {
-		_, _ = io.WriteString(s, fromOtherScreen)
-	}
 }
