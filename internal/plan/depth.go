@@ -37,91 +37,132 @@ type Depths struct {
 	fixed int // blocks, 0: adaptive
 
 	mu       sync.Mutex
-	keys     *lru.LRU[uint64, *keyLoad]
-	tokens   float64 // of all requests, decayed
-	requests float64
-	decayed  time.Time
-	scale    float64 // what a token now weighs; grows instead of decaying every key
+	tokens   fading // of all requests
+	requests fading
+
+	// The rungs of one ladder are in one shard.
+	shards [shards]depthShard
+}
+
+type depthShard struct {
+	mu   sync.Mutex
+	keys *lru.LRU[uint64, *keyLoad]
+	_    [64]byte // so that shards share no cache line
 }
 
 type keyLoad struct {
-	tokens float64 // in units of scale
+	tokens fading
 	split  bool
+}
+
+// fading is a sum whose parts count half after depthHalfLife.
+type fading struct {
+	sum float64
+	at  time.Time
+}
+
+func (f *fading) add(x float64, now time.Time) float64 {
+	if passed := now.Sub(f.at); passed > 0 {
+		f.sum *= math.Exp2(-passed.Seconds() / depthHalfLife.Seconds())
+		f.at = now
+	}
+	f.sum += x
+	return f.sum
 }
 
 // NewDepths returns the depth of a fixed prefix of so many bytes, or an
 // adaptive one if that is 0.
 func NewDepths(prefix int64) *Depths {
-	keys, err := lru.NewLRU[uint64, *keyLoad](maxKeys, nil)
-	if err != nil { // only for a size below one
-		panic(err)
-	}
-	fixed := 0
+	d := new(Depths)
 	if prefix > 0 {
-		fixed = int(max(1, prefix/prompt.BlockSize))
+		d.fixed = int(max(1, prefix/prompt.BlockSize))
 	}
-	return &Depths{fixed: fixed, keys: keys, scale: 1}
+	for i := range d.shards {
+		keys, err := lru.NewLRU[uint64, *keyLoad](maxKeys/shards, nil)
+		if err != nil { // only for a size below one
+			panic(err)
+		}
+		d.shards[i].keys = keys
+	}
+	return d
 }
 
 // Key returns the key of a prompt of so many tokens on a fleet of so many replicas.
 func (d *Depths) Key(p *prompt.Prompt, tokens float64, replicas int, now time.Time) uint64 {
 	if d.fixed > 0 {
-		if len(p.Chain) >= d.fixed {
-			return p.Chain[d.fixed-1]
-		}
-		return p.TurnKey
-	}
-	end := len(p.Chain)
-	if p.Turn > 0 {
-		end = p.Turn
+		return d.fixedKey(p)
 	}
 	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.count(tokens, now)
+	all := d.tokens.add(tokens, now)
+	enough := d.requests.add(1, now) >= depthSample
+	d.mu.Unlock()
+	end := ladder(p)
+	if end < shallowest {
+		return p.TurnKey
+	}
+	s := d.shard(p)
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	for depth := shallowest; depth <= end; depth *= 2 {
-		if key := p.Chain[depth-1]; !d.draws(key, tokens, replicas) {
+		key := p.Chain[depth-1]
+		k, ok := s.keys.Get(key)
+		if !ok {
+			k = new(keyLoad)
+			s.keys.Add(key, k)
+		}
+		share := k.tokens.add(tokens, now) / all * float64(max(1, replicas))
+		if enough {
+			k.split = share > splitShare || k.split && share > joinShare
+		}
+		if !k.split {
 			return key
 		}
 	}
 	return p.TurnKey
 }
 
-// count books a request in the total.
-func (d *Depths) count(tokens float64, now time.Time) {
-	if dt := now.Sub(d.decayed); dt > 0 {
-		// Scaling new load up is the same as scaling all old load down.
-		grow := math.Exp2(min(dt.Seconds()/depthHalfLife.Seconds(), 64))
-		d.scale *= grow
-		d.tokens /= grow
-		d.requests /= grow
-		d.decayed = now
-		if d.scale > 1e100 {
-			d.rescale()
+// Peek returns the key that Key would return as things are, and books nothing.
+func (d *Depths) Peek(p *prompt.Prompt) uint64 {
+	if d.fixed > 0 {
+		return d.fixedKey(p)
+	}
+	end := ladder(p)
+	if end < shallowest {
+		return p.TurnKey
+	}
+	s := d.shard(p)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for depth := shallowest; depth <= end; depth *= 2 {
+		key := p.Chain[depth-1]
+		if k, ok := s.keys.Peek(key); !ok || !k.split {
+			return key
 		}
 	}
-	d.tokens += tokens
-	d.requests++
+	return p.TurnKey
 }
 
-func (d *Depths) rescale() {
-	for _, k := range d.keys.Values() {
-		k.tokens /= d.scale
+func (d *Depths) fixedKey(p *prompt.Prompt) uint64 {
+	if len(p.Chain) >= d.fixed {
+		return p.Chain[d.fixed-1]
 	}
-	d.scale = 1
+	return p.TurnKey
 }
 
-// draws books a request at a key and tells whether the key is split.
-func (d *Depths) draws(key uint64, tokens float64, replicas int) bool {
-	k, ok := d.keys.Get(key)
-	if !ok {
-		k = new(keyLoad)
-		d.keys.Add(key, k)
+// ladder is how many blocks the rungs of a prompt reach at most.
+func ladder(p *prompt.Prompt) int {
+	if p.Turn > 0 {
+		return p.Turn
 	}
-	k.tokens += tokens * d.scale
-	if d.requests < depthSample {
-		return k.split
-	}
-	share := k.tokens / d.scale / d.tokens * float64(max(1, replicas))
-	k.split = share > splitShare || k.split && share > joinShare
-	return k.split
+	return len(p.Chain)
 }
+
+func (d *Depths) shard(p *prompt.Prompt) *depthShard {
+	return &d.shards[shardOf(p.Chain[shallowest-1])]
+}
+
+// shards is over how many locks what is known of keys is spread, and shardOf
+// which of them is a key's (by Fibonacci hashing).
+const shards = 16
+
+func shardOf(key uint64) uint64 { return key * 0x9e3779b97f4a7c15 >> 60 }

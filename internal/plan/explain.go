@@ -6,7 +6,6 @@ import (
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/fleet"
-	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 )
 
 // Costs is what [Rule.Cost] is made of, in tokens of queue at the fleet's pace.
@@ -91,26 +90,3 @@ type anybody struct{}
 func (anybody) Open(int) bool  { return true }
 func (anybody) Tried(int) bool { return false }
 func (anybody) Send(Choice)    {}
-
-// Peek returns the key that Key would return as things are, and books nothing.
-func (d *Depths) Peek(p *prompt.Prompt) uint64 {
-	if d.fixed > 0 {
-		if len(p.Chain) >= d.fixed {
-			return p.Chain[d.fixed-1]
-		}
-		return p.TurnKey
-	}
-	end := len(p.Chain)
-	if p.Turn > 0 {
-		end = p.Turn
-	}
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for depth := shallowest; depth <= end; depth *= 2 {
-		key := p.Chain[depth-1]
-		if k, ok := d.keys.Peek(key); !ok || !k.split {
-			return key
-		}
-	}
-	return p.TurnKey
-}

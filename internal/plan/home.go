@@ -79,7 +79,6 @@ func (r HashRule) Choose(homes []Home) (best, first int) {
 }
 
 const (
-	stayShards = 16
 	// maxStays bounds how many keys are remembered; those in use stay.
 	maxStays = 65_536
 	// stayFor is how long a key is remembered after its last prompt. Then it has
@@ -90,7 +89,7 @@ const (
 // Stays remembers at which replica the last prompt of each key was, for the
 // keys in use. It is safe for concurrent use.
 type Stays struct {
-	shards [stayShards]stayShard
+	shards [shards]stayShard
 }
 
 type stayShard struct {
@@ -108,7 +107,7 @@ type stay struct {
 func NewStays() *Stays {
 	s := new(Stays)
 	for i := range s.shards {
-		keys, err := lru.NewLRU[uint64, stay](maxStays/stayShards, nil)
+		keys, err := lru.NewLRU[uint64, stay](maxStays/shards, nil)
 		if err != nil { // only for a size below one
 			panic(err)
 		}
@@ -117,7 +116,7 @@ func NewStays() *Stays {
 	return s
 }
 
-func (s *Stays) of(key uint64) *stayShard { return &s.shards[key>>32%stayShards] }
+func (s *Stays) of(key uint64) *stayShard { return &s.shards[shardOf(key)] }
 
 // Get returns the replica where a key stays, false if nowhere.
 func (s *Stays) Get(key uint64, now time.Time) (replica uint64, ok bool) {
