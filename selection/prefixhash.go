@@ -148,6 +148,7 @@ func (p *PrefixHash) Cleanup() error { return p.core.cleanup() }
 type homes struct {
 	at   []place
 	rule []plan.Home // of the same, what the choice needs to know
+	home uint64      // the first of them in the prompt's order
 }
 
 type place struct {
@@ -182,7 +183,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 		return nil
 	}
 	h, reason := p.choose(candidates)
-	p.stays.Put(key, h.replica.ID, start)
+	p.stays.Put(key, candidates.home, h.replica.ID, start)
 	a := d.attempt()
 	*a = attempt{
 		replica: h.replica,
@@ -224,9 +225,9 @@ func (p *PrefixHash) headerKey(value string, r *http.Request) uint64 {
 // gather lists the replicas that may serve the request, as strictly as leaves any.
 func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
 	const eligible, untried, any = 2, 1, 0
-	stay, stays := p.stays.Get(key, now)
 	for strict := eligible; strict >= any; strict-- {
 		h.at, h.rule = h.at[:0], h.rule[:0]
+		first := uint64(0)
 		for i, u := range pool {
 			if !u.Available() {
 				continue
@@ -235,15 +236,20 @@ func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy
 			if strict >= untried && d.tried(replica) || strict >= eligible && replica.Avoided(now) != fleet.Eligible {
 				continue
 			}
+			order := plan.Rendezvous(key, replica.ID)
+			if order >= first {
+				first, h.home = order, replica.ID
+			}
 			h.at = append(h.at, place{u, replica})
-			h.rule = append(h.rule, plan.Home{
-				Order: plan.Rendezvous(key, replica.ID),
-				Load:  plan.HomeLoad(replica.Backlog(now)),
-				Stays: stays && replica.ID == stay,
-			})
+			h.rule = append(h.rule, plan.Home{Order: order, Load: plan.HomeLoad(replica.Backlog(now))})
 		}
 		if len(h.at) > 0 {
-			return
+			break
+		}
+	}
+	if stay, ok := p.stays.Get(key, h.home, now); ok {
+		for i := range h.at {
+			h.rule[i].Stays = h.at[i].replica.ID == stay
 		}
 	}
 }

@@ -87,7 +87,8 @@ const (
 )
 
 // Stays remembers at which replica the last prompt of each key was, for the
-// keys in use. It is safe for concurrent use.
+// keys in use, as long as they have the home that they had then: prompts whose
+// home was away return when it does. It is safe for concurrent use.
 type Stays struct {
 	shards [shards]stayShard
 }
@@ -99,8 +100,8 @@ type stayShard struct {
 }
 
 type stay struct {
-	replica uint64
-	until   time.Time
+	replica, home uint64
+	until         time.Time
 }
 
 // NewStays returns an empty memory.
@@ -118,19 +119,19 @@ func NewStays() *Stays {
 
 func (s *Stays) of(key uint64) *stayShard { return &s.shards[shardOf(key)] }
 
-// Get returns the replica where a key stays, false if nowhere.
-func (s *Stays) Get(key uint64, now time.Time) (replica uint64, ok bool) {
+// Get returns the replica where a key with this home stays, false if nowhere.
+func (s *Stays) Get(key, home uint64, now time.Time) (replica uint64, ok bool) {
 	shard := s.of(key)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
 	at, ok := shard.keys.Peek(key) // it is used by a Put
-	return at.replica, ok && now.Before(at.until)
+	return at.replica, ok && at.home == home && now.Before(at.until)
 }
 
 // Put notes that a prompt was sent to a replica.
-func (s *Stays) Put(key, replica uint64, now time.Time) {
+func (s *Stays) Put(key, home, replica uint64, now time.Time) {
 	shard := s.of(key)
 	shard.mu.Lock()
 	defer shard.mu.Unlock()
-	shard.keys.Add(key, stay{replica, now.Add(stayFor)})
+	shard.keys.Add(key, stay{replica, home, now.Add(stayFor)})
 }

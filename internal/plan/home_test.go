@@ -60,20 +60,23 @@ func TestHomeAgainstPlainChoose(t *testing.T) {
 
 func TestStays(t *testing.T) {
 	s := NewStays()
-	if _, ok := s.Get(1, start); ok {
+	if _, ok := s.Get(1, 5, start); ok {
 		t.Error("a key stays somewhere that nothing was sent of")
 	}
-	s.Put(1, 7, start)
-	s.Put(1, 8, start.Add(time.Minute))
-	if at, ok := s.Get(1, start.Add(time.Minute+stayFor-1)); !ok || at != 8 {
+	s.Put(1, 5, 7, start)
+	s.Put(1, 5, 8, start.Add(time.Minute))
+	if at, ok := s.Get(1, 5, start.Add(time.Minute+stayFor-1)); !ok || at != 8 {
 		t.Errorf("stays at %d (%v), want 8, where the last one went", at, ok)
 	}
-	if _, ok := s.Get(1, start.Add(time.Minute+stayFor)); ok {
+	if _, ok := s.Get(1, 5, start.Add(time.Minute+stayFor)); ok {
 		t.Error("a key that is not used stays for ever")
+	}
+	if _, ok := s.Get(1, 6, start); ok {
+		t.Error("a key stays although its home has come back")
 	}
 	rng := rand.New(rand.NewPCG(7, 8))
 	for range 2 * maxStays {
-		s.Put(rng.Uint64(), 1, start)
+		s.Put(rng.Uint64(), 5, 1, start)
 	}
 	n := 0
 	for i := range s.shards {

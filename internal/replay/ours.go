@@ -209,6 +209,7 @@ type PrefixHash struct {
 
 	depths *plan.Depths
 	stays  *plan.Stays
+	home   uint64 // the first of homes in the prompt's order
 	homes  []plan.Home
 	at     []int
 }
@@ -247,7 +248,7 @@ func (p *PrefixHash) Arrive(now time.Duration, r *Request) {
 		p.sim.Refuse(now, r)
 		return
 	}
-	p.stays.Put(key, p.replicas[p.at[best]].ID, epoch.Add(now))
+	p.stays.Put(key, p.home, p.replicas[p.at[best]].ID, epoch.Add(now))
 	switch {
 	case len(p.homes) == 1:
 		p.send(now, r, p.at[best], 0, tokens, reasonOnly)
@@ -262,18 +263,23 @@ func (p *PrefixHash) Arrive(now time.Duration, r *Request) {
 // were tried or failed.
 func (p *PrefixHash) gather(now time.Duration, r *Request, key uint64, again bool) {
 	p.homes, p.at = p.homes[:0], p.at[:0]
-	stay, stays := p.stays.Get(key, epoch.Add(now))
+	first := uint64(0)
 	for i, replica := range p.replicas {
 		tried := r.Retries > 0 && i == r.Replica || replica.Avoided(epoch.Add(now)) != fleet.Eligible
 		if !p.sim.Up(i) || tried && !again {
 			continue
 		}
-		p.homes = append(p.homes, plan.Home{
-			Order: plan.Rendezvous(key, replica.ID),
-			Load:  plan.HomeLoad(replica.Backlog(epoch.Add(now))),
-			Stays: stays && replica.ID == stay,
-		})
+		order := plan.Rendezvous(key, replica.ID)
+		if order >= first {
+			first, p.home = order, replica.ID
+		}
+		p.homes = append(p.homes, plan.Home{Order: order, Load: plan.HomeLoad(replica.Backlog(epoch.Add(now)))})
 		p.at = append(p.at, i)
+	}
+	if stay, ok := p.stays.Get(key, p.home, epoch.Add(now)); ok {
+		for i, at := range p.at {
+			p.homes[i].Stays = p.replicas[at].ID == stay
+		}
 	}
 }
 
