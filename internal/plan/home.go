@@ -18,9 +18,8 @@ type HashRule struct {
 	// Slack is how much above the mean it may have in any case, in tokens.
 	Slack float64
 	// Lead is how much above the least of all it may have and be sent a prompt
-	// that stays nowhere yet, in tokens, as long as it is not above the mean.
-	// There is nothing to lose by taking the next home, but another Caddy would
-	// not do so.
+	// that stays nowhere yet, in tokens. There is nothing to lose by taking the
+	// next home, but another Caddy would not do so.
 	Lead float64
 }
 
@@ -66,7 +65,7 @@ func (r HashRule) Choose(homes []Home) (best, first int) {
 	}
 	// The mean of equal loads may round below them.
 	bound := max(r.LoadFactor*mean, mean+r.Slack, least)
-	open := max(least, min(mean, least+r.Lead))
+	open := least + r.Lead
 	for i, h := range homes {
 		if h.Stays && h.Load <= bound {
 			return i, first

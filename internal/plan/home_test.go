@@ -26,7 +26,7 @@ func plainChoose(r HashRule, homes []Home) (best, first int) {
 		}
 	}
 	for _, i := range order {
-		if h := homes[i]; h.Load == least || h.Load <= mean && h.Load <= least+r.Lead {
+		if h := homes[i]; h.Load <= least+r.Lead {
 			return i, order[0]
 		}
 	}
