@@ -65,7 +65,6 @@ var ranBy = map[string]string{
 	"go test ./integration_test -run '^$' -bench AddedLatency":                       "-run '^$' -bench .",
 	"git clone https://github.com/seed-2fa47a1e/caddy-kv-cache && cd caddy-kv-cache": "", // TestReadmeDemo
 	"go run ./cmd/caddy kv-cache demo":                                               "", // TestReadmeDemo
-	"go run ./benchmarks -caddy CADDY -venvs FOLDER -requests 300 -span 6s":          "", // needs the other routers: by hand
 }
 
 // shortened are arguments that make a command of the README a matter of seconds.

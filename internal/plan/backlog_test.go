@@ -24,7 +24,9 @@ func benchmarkBacklog(b *testing.B, replicas, waiting int) {
 	w := newWorld(replicas)
 	rng := rand.New(rand.NewPCG(1, 2))
 	var booked []*booking
+	events := 0
 	ask := func() {
+		events++
 		c := &booking{now: &w.now, booked: &booked}
 		c.Request = Request{
 			Tokens: 1000 + float64(rng.IntN(30_000)), PerBlock: 64, Key: rng.Uint64(), Caller: c,
@@ -41,6 +43,7 @@ func benchmarkBacklog(b *testing.B, replicas, waiting int) {
 		ask()
 	}
 	first := make([]float64, replicas)
+	events = 0
 	for b.Loop() {
 		// The time that it takes the fleet to work off one request.
 		w.now = w.now.Add(25 * time.Millisecond)
@@ -54,10 +57,13 @@ func benchmarkBacklog(b *testing.B, replicas, waiting int) {
 			}}, w.now)
 		}
 		w.s.Event(w.now)
+		events++
 		for w.s.Waiting() < waiting {
 			ask()
 		}
 	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(events), "ns/event")
+	b.ReportMetric(float64(events)/float64(b.N), "events/op")
 }
 
 // booking is a request whose choice is only booked.

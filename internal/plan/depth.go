@@ -96,15 +96,7 @@ func (d *Depths) Key(p *prompt.Prompt, tokens float64, replicas int, now time.Ti
 	all := d.tokens.add(tokens, now)
 	enough := d.requests.add(1, now) >= depthSample
 	d.mu.Unlock()
-	end := ladder(p)
-	if end < shallowest {
-		return p.TurnKey
-	}
-	s := d.shard(p)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for depth := shallowest; depth <= end; depth *= 2 {
-		key := p.Chain[depth-1]
+	return d.climb(p, func(s *depthShard, key uint64) (split bool) {
 		k, ok := s.keys.Get(key)
 		if !ok {
 			k = new(keyLoad)
@@ -114,11 +106,8 @@ func (d *Depths) Key(p *prompt.Prompt, tokens float64, replicas int, now time.Ti
 		if enough {
 			k.split = share > splitShare || k.split && share > joinShare
 		}
-		if !k.split {
-			return key
-		}
-	}
-	return p.TurnKey
+		return k.split
+	})
 }
 
 // Peek returns the key that Key would return as things are, and books nothing.
@@ -126,16 +115,26 @@ func (d *Depths) Peek(p *prompt.Prompt) uint64 {
 	if d.fixed > 0 {
 		return d.fixedKey(p)
 	}
-	end := ladder(p)
+	return d.climb(p, func(s *depthShard, key uint64) (split bool) {
+		k, ok := s.keys.Peek(key)
+		return ok && k.split
+	})
+}
+
+// climb returns the key of the first rung that is not split.
+func (d *Depths) climb(p *prompt.Prompt, split func(s *depthShard, key uint64) bool) uint64 {
+	end := len(p.Chain)
+	if p.Turn > 0 {
+		end = p.Turn
+	}
 	if end < shallowest {
 		return p.TurnKey
 	}
-	s := d.shard(p)
+	s := &d.shards[shardOf(p.Chain[shallowest-1])]
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for depth := shallowest; depth <= end; depth *= 2 {
-		key := p.Chain[depth-1]
-		if k, ok := s.keys.Peek(key); !ok || !k.split {
+		if key := p.Chain[depth-1]; !split(s, key) {
 			return key
 		}
 	}
@@ -147,18 +146,6 @@ func (d *Depths) fixedKey(p *prompt.Prompt) uint64 {
 		return p.Chain[d.fixed-1]
 	}
 	return p.TurnKey
-}
-
-// ladder is how many blocks the rungs of a prompt reach at most.
-func ladder(p *prompt.Prompt) int {
-	if p.Turn > 0 {
-		return p.Turn
-	}
-	return len(p.Chain)
-}
-
-func (d *Depths) shard(p *prompt.Prompt) *depthShard {
-	return &d.shards[shardOf(p.Chain[shallowest-1])]
 }
 
 // shards is over how many locks what is known of keys is spread, and shardOf

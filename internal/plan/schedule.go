@@ -73,19 +73,22 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	s.lanes.next(now)
 	r.arrived, r.bound, r.ready = now, false, nil // it may be used again
 	s.match(r)
-	if c, fits := s.choose(r); c.Index < 0 || fits && s.line.len() == 0 {
+	c, fits := s.choose(r)
+	if c.Index < 0 || fits && s.line.len() == 0 {
 		s.send(r, c)
 		return true
 	}
 	if s.line.len() >= s.Terms.Waiting {
-		s.giveUp(r)
+		s.giveUp(r, c)
 		return true
 	}
 	r.ready = make(chan struct{})
 	r.least = s.leastUncached(r)
 	queued, rate := s.behind(r)
 	s.line.join(r, s.Rule.MatchWeight, queued, rate, now)
-	s.plan()
+	if fits { // if not, it would not with those before it either
+		s.plan()
+	}
 	s.held.Store(int64(s.line.len()))
 	return r.bound
 }
@@ -144,8 +147,10 @@ func (s *Scheduler) Next(now time.Time) (time.Time, bool) {
 func (s *Scheduler) plan() {
 	now := s.lanes.now
 	for r := s.line.promote(now); r != nil; r = s.line.promote(now) {
-		s.line.leave(r, true)
-		s.giveUp(r)
+		s.match(r) // mostly it was planned for long ago, or never
+		c, _ := s.choose(r)
+		s.line.leave(r, !s.Terms.Refuse)
+		s.giveUp(r, c)
 	}
 	s.order = s.line.first(lookAhead, s.order[:0])
 	s.sent = s.sent[:0]
@@ -164,7 +169,7 @@ func (s *Scheduler) plan() {
 			at, fits = s.cheapest(r)
 		}
 		if at >= 0 && !fits {
-			s.lanes.add(s.lanes.of(r.Replicas[at]), r.uncached[at])
+			s.lanes.add(r.lanes[at], r.uncached[at])
 			continue
 		}
 		c, _ := s.choose(r)
@@ -207,8 +212,7 @@ func (s *Scheduler) behind(r *Request) (queued, rate float64) {
 
 // giveUp is for requests that cannot wait: it sends them where they cost least,
 // or refuses them.
-func (s *Scheduler) giveUp(r *Request) {
-	c, _ := s.choose(r)
+func (s *Scheduler) giveUp(r *Request, c Choice) {
 	if c.Index >= 0 && s.Terms.Refuse {
 		c = Choice{Index: -1, Refused: true, Open: c.Open, RetryAfter: s.line.drained(s.behind(r))}
 	}
