@@ -39,15 +39,7 @@ type Depths struct {
 	mu       sync.Mutex
 	tokens   fading // of all requests
 	requests fading
-
-	// The rungs of one ladder are in one shard.
-	shards [shards]depthShard
-}
-
-type depthShard struct {
-	mu   sync.Mutex
-	keys *lru.LRU[uint64, *keyLoad]
-	_    [64]byte // so that shards share no cache line
+	keys     *lru.LRU[uint64, *keyLoad]
 }
 
 type keyLoad struct {
@@ -73,16 +65,13 @@ func (f *fading) add(x float64, now time.Time) float64 {
 // NewDepths returns the depth of a fixed prefix of so many bytes, or an
 // adaptive one if that is 0.
 func NewDepths(prefix int64) *Depths {
-	d := new(Depths)
+	keys, err := lru.NewLRU[uint64, *keyLoad](maxKeys, nil)
+	if err != nil { // only for a size below one
+		panic(err)
+	}
+	d := &Depths{keys: keys}
 	if prefix > 0 {
 		d.fixed = int(max(1, prefix/prompt.BlockSize))
-	}
-	for i := range d.shards {
-		keys, err := lru.NewLRU[uint64, *keyLoad](maxKeys/shards, nil)
-		if err != nil { // only for a size below one
-			panic(err)
-		}
-		d.shards[i].keys = keys
 	}
 	return d
 }
@@ -93,14 +82,14 @@ func (d *Depths) Key(p *prompt.Prompt, tokens float64, replicas int, now time.Ti
 		return d.fixedKey(p)
 	}
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	all := d.tokens.add(tokens, now)
 	enough := d.requests.add(1, now) >= depthSample
-	d.mu.Unlock()
-	return d.climb(p, func(s *depthShard, key uint64) (split bool) {
-		k, ok := s.keys.Get(key)
+	return climb(p, func(key uint64) (split bool) {
+		k, ok := d.keys.Get(key)
 		if !ok {
 			k = new(keyLoad)
-			s.keys.Add(key, k)
+			d.keys.Add(key, k)
 		}
 		share := k.tokens.add(tokens, now) / all * float64(max(1, replicas))
 		if enough {
@@ -115,26 +104,22 @@ func (d *Depths) Peek(p *prompt.Prompt) uint64 {
 	if d.fixed > 0 {
 		return d.fixedKey(p)
 	}
-	return d.climb(p, func(s *depthShard, key uint64) (split bool) {
-		k, ok := s.keys.Peek(key)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return climb(p, func(key uint64) (split bool) {
+		k, ok := d.keys.Peek(key)
 		return ok && k.split
 	})
 }
 
 // climb returns the key of the first rung that is not split.
-func (d *Depths) climb(p *prompt.Prompt, split func(s *depthShard, key uint64) bool) uint64 {
+func climb(p *prompt.Prompt, split func(key uint64) bool) uint64 {
 	end := len(p.Chain)
 	if p.Turn > 0 {
 		end = p.Turn
 	}
-	if end < shallowest {
-		return p.TurnKey
-	}
-	s := &d.shards[shardOf(p.Chain[shallowest-1])]
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	for depth := shallowest; depth <= end; depth *= 2 {
-		if key := p.Chain[depth-1]; !split(s, key) {
+		if key := p.Chain[depth-1]; !split(key) {
 			return key
 		}
 	}
@@ -147,9 +132,3 @@ func (d *Depths) fixedKey(p *prompt.Prompt) uint64 {
 	}
 	return p.TurnKey
 }
-
-// shards is over how many locks what is known of keys is spread, and shardOf
-// which of them is a key's (by Fibonacci hashing).
-const shards = 16
-
-func shardOf(key uint64) uint64 { return key * 0x9e3779b97f4a7c15 >> 60 }

@@ -182,11 +182,7 @@ func TestKeysAreBounded(t *testing.T) {
 	for id := range uint64(3 * maxKeys) {
 		d.Key(branch(id+1, 8, 0), 10, 4, now)
 	}
-	n := 0
-	for i := range d.shards {
-		n += d.shards[i].keys.Len()
-	}
-	if n > maxKeys || n < maxKeys/2 {
-		t.Errorf("%d keys are followed, at most %d should be", n, maxKeys)
+	if n := d.keys.Len(); n != maxKeys {
+		t.Errorf("%d keys are followed, want %d", n, maxKeys)
 	}
 }

@@ -89,13 +89,8 @@ const (
 // keys in use, as long as they have the home that they had then: prompts whose
 // home was away return when it does. It is safe for concurrent use.
 type Stays struct {
-	shards [shards]stayShard
-}
-
-type stayShard struct {
 	mu   sync.Mutex
 	keys *lru.LRU[uint64, stay]
-	_    [64]byte // so that shards share no cache line
 }
 
 type stay struct {
@@ -105,32 +100,24 @@ type stay struct {
 
 // NewStays returns an empty memory.
 func NewStays() *Stays {
-	s := new(Stays)
-	for i := range s.shards {
-		keys, err := lru.NewLRU[uint64, stay](maxStays/shards, nil)
-		if err != nil { // only for a size below one
-			panic(err)
-		}
-		s.shards[i].keys = keys
+	keys, err := lru.NewLRU[uint64, stay](maxStays, nil)
+	if err != nil { // only for a size below one
+		panic(err)
 	}
-	return s
+	return &Stays{keys: keys}
 }
-
-func (s *Stays) of(key uint64) *stayShard { return &s.shards[shardOf(key)] }
 
 // Get returns the replica where a key with this home stays, false if nowhere.
 func (s *Stays) Get(key, home uint64, now time.Time) (replica uint64, ok bool) {
-	shard := s.of(key)
-	shard.mu.Lock()
-	defer shard.mu.Unlock()
-	at, ok := shard.keys.Peek(key) // it is used by a Put
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	at, ok := s.keys.Peek(key) // it is used by a Put
 	return at.replica, ok && at.home == home && now.Before(at.until)
 }
 
 // Put notes that a prompt was sent to a replica.
 func (s *Stays) Put(key, home, replica uint64, now time.Time) {
-	shard := s.of(key)
-	shard.mu.Lock()
-	defer shard.mu.Unlock()
-	shard.keys.Add(key, stay{replica, home, now.Add(stayFor)})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.keys.Add(key, stay{replica, home, now.Add(stayFor)})
 }
