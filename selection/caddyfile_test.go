@@ -202,6 +202,10 @@ func TestConfigErrors(t *testing.T) {
 	for _, tt := range []struct{ policy, config, want string }{
 		{"kv_cache_aware", `{"match_weight": -1}`, "match_weight is -1, but can't be negative"},
 		{"kv_cache_aware", `{"request_cost": -0.5}`, "request_cost is -0.5, but can't be negative"},
+		{"kv_cache_aware", `{"queue": {"max_requests": -1}}`, "queue: max_requests is -1, but can't be negative"},
+		{"kv_cache_aware", `{"queue": {"max_wait": -1000000000}}`, "queue: max_wait is -1s, but can't be negative"},
+		{"kv_cache_aware", `{"queue": {"full": "drop"}}`, "queue: full is 'drop', but must be send or refuse"},
+		{"kv_cache_aware", `{"queue": {"off": true, "fair": "x"}}`, "queue: off leaves nothing to set, but there are other settings"},
 		{"kv_cache_aware", `{"kv_capacity": -1}`, "kv_capacity is -1 tokens, but can't be negative"},
 		{"kv_cache_aware", `{"max_body": -1}`, "max_body is -1 bytes, but can't be negative"},
 		{"kv_cache_aware", `{"metrics": {"uri": "metrics"}}`, `metrics uri is "metrics", but must begin with a slash`},

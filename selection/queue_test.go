@@ -71,6 +71,9 @@ func queued(t *testing.T, queue string) (*stuckEngine, *proxy, func(name, field,
 	await(t, "the queue to be known", func() bool { return f.Members()[0].Load(time.Now()).QueueKnown })
 	ask := func(name, field, value string, tokens int) <-chan *http.Response {
 		body := fmt.Sprintf(`{"model": "m", "prompt": %q}`, name+strings.Repeat("abc ", tokens))
+		if field == "priority" {
+			body = `{"priority": ` + value + "," + body[1:]
+		}
 		r := p.request(t, http.MethodPost, "x", "/v1/completions", strings.NewReader(body))
 		r.Header.Set("X-Name", name)
 		if field != "" {
@@ -124,19 +127,31 @@ func TestQueueSendsWhenFull(t *testing.T) {
 	e.asked.Wait()
 }
 
-func TestQueuePriority(t *testing.T) {
-	e, p, ask := queued(t, `{"priority": "{http.request.header.X-Priority}"}`)
-	names := []string{"low", "none", "high"}
-	for i, priority := range []string{"5", "many", "-1"} {
-		ask(names[i], "X-Priority", priority, 4000) // more than there is room for at once
-		await(t, names[i]+" to wait", func() bool { return p.metric(t, "caddy_kv_cache_waiting_requests") == float64(i+1) })
+// Requests that wait go by their priority, or tenants take turns.
+func TestQueueOrder(t *testing.T) {
+	for _, c := range []struct{ name, queue, field, want string }{
+		{"header", `{"priority": "{http.request.header.X-Priority}"}`, "X-Priority", "first -1 many 5"},
+		{"body", `{"priority": "body"}`, "priority", "first -1 0 5"},
+		{"fair", `{"fair": "{http.request.header.X-Tenant}"}`, "X-Tenant", "first much few much much"},
+		{"none", `{}`, "X-Tenant", "first much much much few"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e, p, ask := queued(t, c.queue)
+			values := map[string][]string{
+				"X-Priority": {"5", "many", "-1"}, "priority": {"5", "0", "-1"}, "X-Tenant": {"much", "much", "much", "few"},
+			}[c.field]
+			for i, value := range values {
+				ask(value, c.field, value, 4000) // more than there is room for at once
+				await(t, value+" to wait", func() bool { return p.metric(t, "caddy_kv_cache_waiting_requests") == float64(i+1) })
+			}
+			e.letGo()
+			await(t, "all requests", func() bool { return strings.Count(e.order(), " ") == len(values) })
+			if got := e.order(); got != c.want {
+				t.Errorf("they came as %s, want %s", got, c.want)
+			}
+			e.asked.Wait()
+		})
 	}
-	e.letGo()
-	await(t, "all requests", func() bool { return strings.Count(e.order(), " ") == 3 })
-	if got := e.order(); got != "first high none low" {
-		t.Errorf("they came as %s", got)
-	}
-	e.asked.Wait()
 }
 
 func TestOwnPriority(t *testing.T) {
