@@ -61,6 +61,7 @@ type attempt struct {
 	rank    string // of the replica, that holds the prompt; empty if not known
 	matched int    // blocks believed held there
 	failed  bool
+	stuck   bool // it failed for want of a descriptor, and did not get there
 	reason  Reason
 	key     uint64        // hash of the prompt's leading part, 0 without one
 	cost    float64       // of the choice, NaN where there are no costs
@@ -196,7 +197,7 @@ func mayBeJSON(contentType string) bool {
 // tried tells whether an attempt of this request went to the replica.
 func (d *decision) tried(p *fleet.Replica) bool {
 	for _, a := range d.attempts {
-		if a.replica == p {
+		if a.replica == p && !a.stuck {
 			return true
 		}
 	}
@@ -231,7 +232,7 @@ func (d *decision) retract(ctx context.Context, now time.Time) {
 func (d *decision) fail(a *attempt, o outcome, now time.Time) {
 	var avoided time.Duration
 	if o.status == 0 {
-		avoided = a.Fail(now)
+		avoided, a.stuck = a.Fail(now)
 	} else {
 		avoided = a.Refuse(o.status, o.retryAfter, now)
 	}

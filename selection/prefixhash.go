@@ -224,8 +224,8 @@ func (p *PrefixHash) headerKey(value string, r *http.Request) uint64 {
 
 // gather lists the replicas that may serve the request, as strictly as leaves any.
 func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy.UpstreamPool, now time.Time) {
-	const eligible, untried, any = 2, 1, 0
-	for strict := eligible; strict >= any; strict-- {
+	const connectable, eligible, untried, any = 3, 2, 1, 0
+	for strict := connectable; strict >= any; strict-- {
 		h.at, h.rule = h.at[:0], h.rule[:0]
 		first := uint64(0)
 		for i, u := range pool {
@@ -233,7 +233,8 @@ func (p *PrefixHash) gather(h *homes, d *decision, key uint64, pool reverseproxy
 				continue
 			}
 			replica := p.replica(pool, i, now)
-			if strict >= untried && d.tried(replica) || strict >= eligible && replica.Avoided(now) != fleet.Eligible {
+			if strict >= untried && d.tried(replica) || strict >= eligible && replica.Avoided(now) != fleet.Eligible ||
+				strict >= connectable && !replica.Connectable(now) {
 				continue
 			}
 			order := plan.Rendezvous(key, replica.ID)

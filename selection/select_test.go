@@ -148,6 +148,43 @@ func TestFailedAttemptIsTakenBack(t *testing.T) {
 	}
 }
 
+// An attempt that failed because Caddy is out of file descriptors did not get
+// there: the replica is neither avoided nor passed over at the next attempt.
+func TestFailedForWantOfADescriptor(t *testing.T) {
+	aware, hash := loadAware(t, `{}`), loadHash(t, `{}`)
+	registry, looks := fleet.Process, fleet.Process.Exhausted
+	registry.Exhausted = func() bool { return true }
+	t.Cleanup(func() {
+		registry.Exhausted = looks
+		await(t, "failures to be the replicas' again", func() bool {
+			var r fleet.Reservation
+			aware.fleet.Replica("descriptors.test:1", time.Now()).Reserve(&r, time.Now())
+			_, own := r.Fail(time.Now())
+			return !own
+		})
+	})
+	for _, p := range []struct {
+		reverseproxy.Selector
+		*core
+	}{{aware, &aware.core}, {hash, &hash.core}} {
+		pool := poolOf(2)
+		c := complete(words("no descriptor", 3000))
+		for i := range 5 {
+			u := p.Select(pool, c.Request, nil)
+			if u == nil {
+				t.Fatalf("%s: attempt %d finds no replica", p.policy, i+1)
+			}
+		}
+		for _, u := range pool {
+			if why := p.fleet.Replica(u.Dial, time.Now()).Avoided(time.Now()); why != fleet.Eligible {
+				t.Errorf("%s: %s is %s", p.policy, u.Dial, why)
+			}
+		}
+		c.left(t, p.core)
+		idle(t, p.fleet)
+	}
+}
+
 // While a request is tried again and finds nobody available, its one failure
 // counts once.
 func TestFailureCountsOnce(t *testing.T) {

@@ -50,6 +50,7 @@ type outcome uint8
 const (
 	finished outcome = iota // the engine answered
 	aborted                 // the client left, or the attempt failed
+	refused                 // the engine answered with an error
 )
 
 // add books a request that is about to be sent.

@@ -28,7 +28,13 @@ type Registry struct {
 	// nobody outside can tell which prompts collide.
 	Seed uint64
 
-	replicas *caddy.UsagePool
+	// Exhausted looks whether this process is out of file descriptors, which it
+	// needs for new connections. Default: it never is. It is set before there are
+	// replicas.
+	Exhausted func() bool
+
+	replicas    *caddy.UsagePool
+	descriptors descriptors
 
 	alignment *kvevents.Alignment // of texts and tokens, for all replicas
 	truthsMu  sync.Mutex
@@ -36,7 +42,13 @@ type Registry struct {
 }
 
 // Process is the registry of this process, shared by all configurations.
-var Process = NewRegistry()
+var Process = processRegistry()
+
+func processRegistry() *Registry {
+	g := NewRegistry()
+	g.Exhausted = noneLeft
+	return g
+}
 
 // NewRegistry returns an empty registry with a seed of its own.
 func NewRegistry() *Registry {

@@ -75,6 +75,8 @@ type Replica struct {
 
 	drained bool // taken out by an operator
 
+	connections connections // estimated, for when no more can be made
+
 	standing Load // what only scrapes change; see settle
 }
 
@@ -145,6 +147,7 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	}
 	p.breaker.sent(r)
 	p.add(r, now, p.perSecond())
+	p.connections.used(p.inFlight, now)
 	p.inUse.take(r)
 	p.meanUncached += (r.Uncached - p.meanUncached) / 16
 }
@@ -165,7 +168,10 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		p.remove(r, how, now, p.perSecond())
 		p.inUse.leave(r, how, now)
 		p.breaker.ended(r, how)
-		if how == finished {
+		switch how {
+		case aborted:
+			p.connections.closed()
+		case finished:
 			p.moved = now
 			p.warm.finished()
 			p.rate.own.finished(r.Uncached, now)
@@ -189,12 +195,17 @@ func (p *Replica) trip(sent, now time.Time) time.Duration {
 }
 
 // Fail is Abort for an attempt that was not answered. It tells for how long
-// the replica is avoided because of it, 0 where that is so already.
-func (r *Reservation) Fail(now time.Time) (avoided time.Duration) {
+// the replica is avoided because of it, 0 where that is so already. If this
+// process has no descriptor left for a connection, the attempt never got there
+// (own), and nothing is held against the replica.
+func (r *Reservation) Fail(now time.Time) (avoided time.Duration, own bool) {
 	r.release(aborted, now)
+	if r.replica.registry.toBlame(now) {
+		return 0, true
+	}
 	r.replica.mu.Lock()
 	defer r.replica.mu.Unlock()
-	return r.replica.trip(r.sentAt, now)
+	return r.replica.trip(r.sentAt, now), false
 }
 
 // Refuse is Abort for a request that was answered with an error of the given
@@ -203,7 +214,7 @@ func (r *Reservation) Fail(now time.Time) (avoided time.Duration) {
 // retryAfter, its own word, of which a minute is believed at most. Refuse tells
 // for how long, 0 where it is not avoided because of this.
 func (r *Reservation) Refuse(status int, retryAfter time.Duration, now time.Time) (avoided time.Duration) {
-	r.release(aborted, now)
+	r.release(refused, now)
 	if !unfit(status) {
 		return 0
 	}
@@ -342,8 +353,13 @@ type Load struct {
 	// Trust (0..1) is the share of believed hits that the engine confirms.
 	Trust float64
 	// Room is how many more requests a replica that warms up may get now;
-	// negative means it may get none. It is large for a warm one.
+	// negative means it may get none. It is large for a warm one. Where this
+	// process has no descriptor left, it is at most the number of connections to
+	// the replica that are believed idle.
 	Room int
+	// Starved tells that for want of a descriptor a request has to wait until
+	// one of those in flight leaves it its connection.
+	Starved bool
 }
 
 // Outstanding is the number of prompt tokens of our requests in flight.
@@ -378,6 +394,10 @@ func (p *Replica) Load(now time.Time) Load {
 	l.Queue = p.queue(now, l.Rate) + p.otherTokens
 	l.InFlight = float64(p.inFlight) + p.others
 	l.Room = p.warm.room(p.inFlight, now)
+	if p.registry.short(now) {
+		idle := p.connections.idle(p.inFlight, now)
+		l.Room, l.Starved = min(l.Room, idle), idle <= 0 && p.inFlight > 0
+	}
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
 	}
@@ -390,6 +410,17 @@ func (p *Replica) Load(now time.Time) Load {
 		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
 	}
 	return l
+}
+
+// Connectable tells whether a request can be sent: over an idle connection, or
+// because this process has a descriptor for a new one.
+func (p *Replica) Connectable(now time.Time) bool {
+	if !p.registry.short(now) {
+		return true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.connections.idle(p.inFlight, now) > 0
 }
 
 // spare is the share of the replica's KV cache of so many tokens that is not

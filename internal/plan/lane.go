@@ -85,6 +85,9 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 	if l.load.QueueKnown {
 		l.roomy = max(s.terms.Room.Seconds()*l.load.Rate, oneBatch)
 	}
+	if l.load.Starved {
+		l.roomy = -1
+	}
 	l.best = strictest.allows(&l.load, false, true)
 	l.weigh(*s.rule)
 }
@@ -117,7 +120,7 @@ const (
 	untried                     // by this request
 	serving                     // and known to serve the model, if any is
 	eligible                    // and not to be avoided
-	strictest                   // and, if it warms up, with room for another request
+	strictest                   // and, if it warms up or no connection can be made, with room for another request
 )
 
 func (t strictness) allows(l *fleet.Load, tried, serves bool) bool {

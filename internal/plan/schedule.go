@@ -134,8 +134,9 @@ func (s *Scheduler) Next(now time.Time) (time.Time, bool) {
 	s.lanes.next(now)
 	soonest := math.Inf(1)
 	for _, p := range s.order[0].Replicas {
-		// A replica with room that was passed over is no event to wait for.
-		if l := s.lanes.of(p); !l.hasRoom() {
+		// A replica with room that was passed over is no event to wait for, nor is
+		// one to which no connection is free.
+		if l := s.lanes.of(p); !l.hasRoom() && !l.load.Starved {
 			soonest = min(soonest, (l.queue-l.roomy)/l.load.Rate)
 		}
 	}

@@ -167,6 +167,44 @@ func TestBusyFleetHoldsBack(t *testing.T) {
 	}
 }
 
+// Without descriptors a request goes where a connection is idle, and otherwise
+// waits for one, whatever is known of the queues.
+func TestWithoutDescriptors(t *testing.T) {
+	w := newWorld(2)
+	out := false
+	w.fleet.Registry.Exhausted = func() bool { return out }
+	w.pass(time.Minute) // the scrapes are stale
+	for range 4 {       // two connections to each
+		w.s.Submit(&w.caller(100).Request, w.now)
+	}
+	w.engines[1].queue[0].Finish(w.now)
+	w.engines[1].queue = w.engines[1].queue[1:]
+	out = true
+	w.now = w.now.Add(10 * time.Millisecond)
+	home := make([]uint64, 100) // held by the one that has no connection to spare
+	for i := range home {
+		home[i] = uint64(i + 1)
+	}
+	w.engines[0].replica.Holds(home)
+	c := w.caller(6400, home...)
+	if !w.s.Submit(&c.Request, w.now) || c.choice.Index != 1 {
+		t.Fatalf("sent %d times, to %d; want the replica with an idle connection", c.sent, c.choice.Index)
+	}
+	c = w.caller(6400, home...)
+	if w.s.Submit(&c.Request, w.now) {
+		t.Fatalf("sent to %d without a connection", c.choice.Index)
+	}
+	w.s.Event(w.now)
+	if c.sent > 0 {
+		t.Fatal("sent by an event that left no connection")
+	}
+	w.engines[0].queue[0].Finish(w.now)
+	w.s.Event(w.now)
+	if c.sent != 1 || c.choice.Index != 0 {
+		t.Errorf("sent %d times, to %d; want the replica whose connection came free", c.sent, c.choice.Index)
+	}
+}
+
 // Where the queue is not known, a request is bound on arrival.
 func TestUnknownQueueBindsOnArrival(t *testing.T) {
 	w := newWorld(2)

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// lookAgain is how old the knowledge may be that this process has a
+	// descriptor left, or none.
+	lookAgain = 5 * time.Millisecond
+	// blameFor is how long after the last one was missing a failed attempt is
+	// still put down to that: the policy hears of it at the next attempt.
+	blameFor = time.Second
+)
+
+// descriptors remembers whether this process could open another file or
+// connection. Where it can't, attempts that need a new connection fail, and that
+// says nothing about the replica. It is safe for concurrent use.
+type descriptors struct {
+	looked  atomic.Int64 // when, in Unix nanoseconds
+	missing atomic.Int64 // when none was left the last time
+}
+
+// short tells whether no descriptor is left. To look takes about a microsecond.
+func (g *Registry) short(now time.Time) bool {
+	if g.Exhausted == nil {
+		return false
+	}
+	d := &g.descriptors
+	at, looked := now.UnixNano(), d.looked.Load()
+	if since := at - looked; since >= 0 && since < int64(lookAgain) {
+		return d.missing.Load() == looked
+	}
+	d.looked.Store(at)
+	if !g.Exhausted() {
+		return false
+	}
+	d.missing.Store(at)
+	return true
+}
+
+// toBlame tells whether a failure that was just heard of may be due to that.
+func (g *Registry) toBlame(now time.Time) bool {
+	return g.short(now) || g.Exhausted != nil && now.UnixNano()-g.descriptors.missing.Load() < int64(blameFor)
+}
+
+// connections estimates how many connections to one replica are open: as many
+// as there have been requests in flight at once a moment ago. A proxy keeps an
+// idle connection for longer than that. Over HTTP/2 fewer will do.
+type connections struct {
+	most, before int // requests in flight at once since at, and in the time before
+	at           time.Time
+}
+
+// connectionsFor is the time that connections are looked back for, and up to
+// twice that. A proxy keeps those that are idle for longer.
+const connectionsFor = 500 * time.Millisecond
+
+// used notes how many requests are in flight.
+func (c *connections) used(inFlight int, now time.Time) {
+	c.turn(inFlight, now)
+	c.most = max(c.most, inFlight)
+}
+
+// closed notes that one is gone: its request was broken off, or got none.
+func (c *connections) closed() {
+	c.most, c.before = max(0, c.most-1), max(0, c.before-1)
+}
+
+// idle is how many more requests can be sent over them.
+func (c *connections) idle(inFlight int, now time.Time) int {
+	c.turn(inFlight, now)
+	return max(c.most, c.before) - inFlight
+}
+
+func (c *connections) turn(inFlight int, now time.Time) {
+	since := now.Sub(c.at)
+	if since < connectionsFor {
+		return
+	}
+	if c.before = c.most; since >= 2*connectionsFor {
+		c.before = inFlight
+	}
+	c.most, c.at = inFlight, now
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package fleet
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+)
+
+// newShortBench is a bench of a process whose descriptors run out and come back.
+func newShortBench(t *testing.T) (b *bench, out *bool) {
+	out = new(bool)
+	b = newBench(t, Config{})
+	b.fleet.Registry.Exhausted = func() bool { return *out }
+	return b, out
+}
+
+// A failure of this machine says nothing about the replica.
+func TestAttemptWithoutDescriptor(t *testing.T) {
+	b, out := newShortBench(t)
+	*out = true
+	if avoided, own := b.send(100, 100).Fail(b.now); avoided != 0 || !own {
+		t.Errorf("an attempt that found no descriptor: avoided for %v, own %v", avoided, own)
+	}
+	b.wantAvoid(Eligible, "after an attempt that found no descriptor")
+	*out = false
+	b.pass(blameFor / 2)
+	if _, own := b.send(100, 100).Fail(b.now); !own {
+		t.Error("descriptors that came back a moment ago are not to blame")
+	}
+	b.pass(blameFor)
+	if avoided, own := b.send(100, 100).Fail(b.now); avoided == 0 || own {
+		t.Errorf("an attempt that failed long after: avoided for %v, own %v", avoided, own)
+	}
+	b.wantAvoid(Failing, "after an attempt that failed with descriptors left")
+}
+
+// Without a descriptor a request can go where a connection is idle, and
+// otherwise waits for one in flight to end.
+func TestIdleConnectionsWithoutDescriptor(t *testing.T) {
+	b, out := newShortBench(t)
+	first, second := b.send(1, 1), b.send(1, 1)
+	first.Finish(b.now)
+	*out = true
+	b.pass(lookAgain)
+	wantRoom := func(room int, starved bool, when string) {
+		t.Helper()
+		if l := b.load(); l.Room != room || l.Starved != starved || b.replica.Connectable(b.now) != (room > 0) {
+			t.Errorf("%s: room %d, starved %v, connectable %v; want %d, %v", when, l.Room, l.Starved, b.replica.Connectable(b.now), room, starved)
+		}
+	}
+	wantRoom(1, false, "one of two connections is idle")
+	third := b.send(1, 1)
+	wantRoom(0, true, "none is")
+	third.Abort(b.now)
+	wantRoom(0, true, "that of an aborted request is closed")
+	second.Finish(b.now)
+	wantRoom(1, false, "the last one is idle")
+	b.pass(3 * connectionsFor)
+	wantRoom(0, false, "it was idle for too long to be there for sure")
+	*out = false
+	b.pass(lookAgain)
+	if l := b.load(); l.Room < 1000 || l.Starved || !b.replica.Connectable(b.now) {
+		t.Errorf("with descriptors left: room %d, starved %v", l.Room, l.Starved)
+	}
+}
+
+// The estimate is the most that was in flight at any moment of the last one to
+// two windows.
+func TestConnectionsAreThoseOfAMomentAgo(t *testing.T) {
+	type moment struct {
+		at       time.Time
+		inFlight int
+	}
+	random := rand.New(rand.NewPCG(1, 1))
+	now := time.Unix(1_700_000_000, 0)
+	var c connections
+	var past []moment
+	inFlight := 0
+	for range 20_000 {
+		now = now.Add(time.Duration(random.IntN(100)) * time.Millisecond)
+		if inFlight > 0 && random.IntN(2) == 0 {
+			inFlight--
+		} else {
+			inFlight++
+			c.used(inFlight, now)
+		}
+		past = append(past, moment{now, inFlight})
+		within := func(d time.Duration) (most int) {
+			for i := len(past) - 1; i >= 0; i-- {
+				if most = max(most, past[i].inFlight); now.Sub(past[i].at) >= d { // it was so when the time began
+					break
+				}
+			}
+			return most
+		}
+		open := c.idle(inFlight, now) + inFlight
+		if low, high := within(connectionsFor/2), within(3*connectionsFor); open < low || open > high {
+			t.Fatalf("%d connections are believed open; %d were in use lately, %d in a longer time", open, low, high)
+		}
+	}
+}
+
+func TestDescriptorsAreLookedForSeldom(t *testing.T) {
+	b := newBench(t, Config{})
+	looks := 0
+	b.fleet.Registry.Exhausted = func() bool { looks++; return false }
+	for range 1000 {
+		b.pass(lookAgain / 10)
+		b.load()
+	}
+	if looks < 90 || looks > 110 {
+		t.Errorf("looked %d times in a hundred times as long as one look is good for", looks)
+	}
+}
