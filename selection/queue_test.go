@@ -69,8 +69,10 @@ func queued(t *testing.T, queue string) (*stuckEngine, *proxy, func(name, field,
 		`{"policy": "kv_cache_aware", "metrics": {"interval": "50ms"}, "queue": `+queue+`}`, []string{e.Listener.Addr().String()}, "", "")})
 	f := fleets(t)[0]
 	await(t, "the queue to be known", func() bool { return f.Members()[0].Load(time.Now()).QueueKnown })
+	number := 0
 	ask := func(name, field, value string, tokens int) <-chan *http.Response {
-		body := fmt.Sprintf(`{"model": "m", "prompt": %q}`, name+strings.Repeat("abc ", tokens))
+		number++ // no two begin alike: what is cached would be sent together with another
+		body := fmt.Sprintf(`{"model": "m", "prompt": "%d %s"}`, number, strings.Repeat("abc ", tokens))
 		if field == "priority" {
 			body = `{"priority": ` + value + "," + body[1:]
 		}
@@ -141,7 +143,7 @@ func TestQueueOrder(t *testing.T) {
 				"X-Priority": {"5", "many", "-1"}, "priority": {"5", "0", "-1"}, "X-Tenant": {"much", "much", "much", "few"},
 			}[c.field]
 			for i, value := range values {
-				ask(value, c.field, value, 4000) // more than there is room for at once
+				ask(value, c.field, value, 40_000) // no room for another until it is answered
 				await(t, value+" to wait", func() bool { return p.metric(t, "caddy_kv_cache_waiting_requests") == float64(i+1) })
 			}
 			e.letGo()
