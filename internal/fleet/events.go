@@ -349,8 +349,8 @@ func (p *Replica) uses(chain []uint64, t *truth) int {
 	if at := t.heard.Load(); at != nil {
 		heard = *at
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	return p.inUse.blocks(chain, heard, time.Now())
 }
 
@@ -550,8 +550,8 @@ func (f *Fleet) blockSizes(first *Replica) []int {
 
 // blockTokens is the engine's block by its metrics, 0 if they don't tell.
 func (p *Replica) blockTokens() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	if p.latest == nil {
 		return 0
 	}

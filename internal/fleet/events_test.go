@@ -324,7 +324,11 @@ func TestSpareByEvents(t *testing.T) {
 	}}, time.Now())
 	spare := func(want float64) {
 		t.Helper()
-		await(t, fmt.Sprintf("%v of the cache to be free (now %v)", want, p.Load(time.Now()).Spare), func() bool { return p.Load(time.Now()).Spare == want })
+		got := func() float64 {
+			l := p.Load(time.Now())
+			return p.Spare(&l)
+		}
+		await(t, fmt.Sprintf("%v of the cache to be free (now %v)", want, got()), func() bool { return got() == want })
 	}
 	x := newPassage(t, "another Caddy's", 1024)
 	e.store(x, "")

@@ -259,7 +259,7 @@ func (f *Fleet) lend(now time.Time) {
 	var rates, n, speeds, fast, bytes, tokens float64
 	members := *f.members.Load()
 	for _, m := range members {
-		m.replica.mu.Lock()
+		m.replica.mu.RLock()
 		if m.replica.rate.known() {
 			rates += m.replica.rate.perSecond(0, true)
 			n++
@@ -270,7 +270,7 @@ func (f *Fleet) lend(now time.Time) {
 		}
 		bytes += m.replica.text.bytes
 		tokens += m.replica.text.tokens
-		m.replica.mu.Unlock()
+		m.replica.mu.RUnlock()
 	}
 	ratio, mean := float64(DefaultBytesPerToken), float64(DefaultPrefillRate)
 	if tokens > 0 {

@@ -75,10 +75,15 @@ func (l *ledger) drain(now time.Time, rate float64) {
 
 // queue is the backlog at now, without changing anything.
 func (l *ledger) queue(now time.Time, rate float64) float64 {
-	if l.backlog == 0 {
+	return drained(l.backlog, l.asOf, now, rate)
+}
+
+// drained is what a replica leaves of a backlog by now.
+func drained(backlog float64, asOf, now time.Time, rate float64) float64 {
+	if backlog == 0 {
 		return 0
 	}
-	return max(0, l.backlog-rate*max(0, now.Sub(l.asOf).Seconds()))
+	return max(0, backlog-rate*max(0, now.Sub(asOf).Seconds()))
 }
 
 // remove books the end of a request. It must be called once per reservation.
@@ -176,8 +181,13 @@ func (l *ledger) lateBy(now time.Time) time.Duration {
 	if l.unstarted() == 0 {
 		return 0
 	}
+	return max(0, now.Sub(l.lateFrom()))
+}
+
+// lateFrom is when the first in line begins to be late.
+func (l *ledger) lateFrom() time.Time {
 	r := l.waiting[l.head]
-	return max(0, now.Sub(r.sentAt)-2*r.expected-lateMargin)
+	return r.sentAt.Add(2*r.expected + lateMargin)
 }
 
 // unstarted is the number of our requests not known to be past their first token.

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net/http"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"go.uber.org/zap"
@@ -29,23 +30,33 @@ const (
 	maxModelsPage = 4 << 20
 )
 
-// roster is what a replica says it serves.
+// roster is what a replica says it serves. It is read without a lock, by each
+// request that names a model that not all replicas' pages name.
 type roster struct {
-	adapters map[string]bool // by name; false for a base model. nil while it was not read
-	asked    time.Time
+	page     atomic.Pointer[metrics.Snapshot] // last good scrape, nil before the first
+	adapters atomic.Pointer[map[string]bool]  // by name; false for a base model. nil while not read
+	asked    atomic.Int64                     // when adapters were last wanted, in time since epoch; 0 for never
+}
+
+// list takes in what the replica's own list says, nil if that is void.
+func (r *roster) list(adapters map[string]bool) {
+	if adapters == nil {
+		r.adapters.Store(nil)
+		r.asked.Store(0)
+		return
+	}
+	r.adapters.Store(&adapters)
 }
 
 // Serves tells whether the replica serves a model or adapter, as far as that
 // is known: from its list of models if that was read, else from the names on
 // its metrics page, which do not hold aliases and idle adapters.
 func (p *Replica) Serves(model string) (serves, known bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if onPage(p.latest, model) {
+	if onPage(p.roster.page.Load(), model) {
 		return true, true
 	}
-	if p.roster.adapters != nil {
-		_, listed := p.roster.adapters[model]
+	if list := p.roster.adapters.Load(); list != nil {
+		_, listed := (*list)[model]
 		return listed, true
 	}
 	return false, false
@@ -57,37 +68,37 @@ func onPage(s *metrics.Snapshot, model string) bool {
 
 // namesModels tells whether the replica's metrics page names any model.
 func (p *Replica) namesModels() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.latest != nil && len(p.latest.Models) > 0
+	page := p.roster.page.Load()
+	return page != nil && len(page.Models) > 0
 }
 
 // adapter tells whether a model is a LoRA adapter.
 func (p *Replica) adapter(model string) (is, known bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if is, known := p.roster.adapters[model]; known {
-		return is, true
+	if list := p.roster.adapters.Load(); list != nil {
+		if is, known := (*list)[model]; known {
+			return is, true
+		}
 	}
-	if p.latest == nil {
+	page := p.roster.page.Load()
+	switch {
+	case page == nil:
 		return false, model == ""
-	}
-	if slices.Contains(p.latest.Adapters, model) {
+	case slices.Contains(page.Adapters, model):
 		return true, true
 	}
-	return false, model == "" || slices.Contains(p.latest.Models, model)
+	return false, model == "" || slices.Contains(page.Models, model)
 }
 
-// Serving tells which replicas a request for a model may go to, in room. It
-// returns nil if that excludes none: all serve it, or none is known to. A
-// replica that is not known to serve it is left out only if it names other
-// models while somebody else names this one.
-func (f *Fleet) Serving(model string, replicas []*Replica, room []bool, now time.Time) []bool {
+// Serving tells which replicas a request for a model may go to, in room, which
+// it grows as needed. It returns nil if that excludes none: all serve it, or
+// none is known to. A replica that is not known to serve it is left out only if
+// it names other models while somebody else names this one.
+func (f *Fleet) Serving(model string, replicas []*Replica, room *[]bool, now time.Time) []bool {
 	if model == "" || f.everywhere(model) {
 		return nil
 	}
 	some, all := false, true
-	room = room[:0]
+	list := (*room)[:0]
 	for _, p := range replicas {
 		serves, known := p.Serves(model)
 		if !serves {
@@ -96,12 +107,13 @@ func (f *Fleet) Serving(model string, replicas []*Replica, room []bool, now time
 		some = some || serves
 		may := serves || !known && !p.namesModels()
 		all = all && may
-		room = append(room, may)
+		list = append(list, may)
 	}
+	*room = list
 	if !some || all {
 		return nil
 	}
-	return room
+	return list
 }
 
 // everywhere tells whether the metrics page of every member names a model.
@@ -115,9 +127,7 @@ func (f *Fleet) findCommon() {
 	var common []string
 	first := true
 	for _, m := range *f.members.Load() {
-		m.replica.mu.Lock()
-		s := m.replica.latest
-		m.replica.mu.Unlock()
+		s := m.replica.roster.page.Load()
 		switch {
 		case s == nil:
 			common = nil
@@ -138,13 +148,8 @@ func (f *Fleet) wantModels(p *Replica, now time.Time) {
 	if f.API == nil {
 		return
 	}
-	p.mu.Lock()
-	wait := now.Sub(p.roster.asked) < modelsEvery
-	if !wait {
-		p.roster.asked = now
-	}
-	p.mu.Unlock()
-	if wait {
+	last, at := p.roster.asked.Load(), int64(now.Sub(epoch))
+	if last != 0 && at-last < int64(modelsEvery) || !p.roster.asked.CompareAndSwap(last, at) {
 		return
 	}
 	select {
@@ -165,9 +170,7 @@ func (f *Fleet) readModels(ctx context.Context) {
 				f.Logger.Debug("replica does not list its models", zap.String("replica", p.Addr), zap.Error(err))
 				continue
 			}
-			p.mu.Lock()
-			p.roster.adapters = adapters
-			p.mu.Unlock()
+			p.roster.list(adapters)
 		}
 	}
 }

@@ -22,7 +22,7 @@ func TestServing(t *testing.T) {
 		for _, m := range models {
 			adapters[m] = false
 		}
-		f.Replica(addr, now).roster.adapters = adapters
+		f.Replica(addr, now).roster.list(adapters)
 	}
 	tests := []struct {
 		name  string
@@ -62,7 +62,7 @@ func TestServing(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			f := NewRegistry().New(Config{}, []string{"a", "b", "c"})
 			c.setup(f)
-			if got := f.Serving(c.model, f.Members(), nil, now); !slices.Equal(got, c.want) {
+			if got := f.Serving(c.model, f.Members(), new([]bool), now); !slices.Equal(got, c.want) {
 				t.Errorf("%v, want %v", got, c.want)
 			}
 		})
@@ -74,14 +74,14 @@ func TestModelsAreAskedForOnDemand(t *testing.T) {
 	e := newTeller(t, true)
 	f, p := observed(t, e)
 	now := time.Now()
-	f.Serving("base", f.Members(), nil, now)
+	f.Serving("base", f.Members(), new([]bool), now)
 	if n := e.asked.Load(); n != 0 {
 		t.Errorf("asked %d times about a model that is on the page", n)
 	}
-	f.Serving("tuned", f.Members(), nil, now)
+	f.Serving("tuned", f.Members(), new([]bool), now)
 	await(t, "the list", func() bool { serves, _ := p.Serves("tuned"); return serves })
 	for range 10 {
-		f.Serving("nobody", f.Members(), nil, now)
+		f.Serving("nobody", f.Members(), new([]bool), now)
 	}
 	if serves, known := p.Serves("nobody"); serves || !known {
 		t.Errorf("nobody is served: %v, known: %v", serves, known)
@@ -89,7 +89,7 @@ func TestModelsAreAskedForOnDemand(t *testing.T) {
 	if n := e.asked.Load(); n != 1 {
 		t.Errorf("asked %d times", n)
 	}
-	f.Serving("nobody", f.Members(), nil, now.Add(modelsEvery))
+	f.Serving("nobody", f.Members(), new([]bool), now.Add(modelsEvery))
 	await(t, "the list again", func() bool { return e.asked.Load() == 2 })
 }
 

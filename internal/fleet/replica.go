@@ -42,14 +42,15 @@ type Replica struct {
 	gone     atomic.Bool // its slot is not its own any more
 	truth    atomic.Pointer[truth]
 
-	mu sync.Mutex
+	roster roster
+
+	mu marked
 	ledger
 	inUse      inUse
 	rate       rate
 	calibrated calibration
 	text       textRatio
 	latest     *metrics.Snapshot // last good scrape, nil before the first
-	roster     roster
 	scrapes    ScrapeStats
 	seq        uint64
 
@@ -346,8 +347,6 @@ type Load struct {
 	// Capacity is the KV cache in tokens, 0 when unknown; Used is how many of
 	// them requests in flight are believed to hold.
 	Capacity, Used float64
-	// Spare is the share of the cache that is believed to hold nothing yet.
-	Spare float64
 	// BlockTokens is the engine's block.
 	BlockTokens float64
 	// Trust (0..1) is the share of believed hits that the engine confirms.
@@ -360,35 +359,40 @@ type Load struct {
 	// Starved tells that for want of a descriptor a request has to wait until
 	// one of those in flight leaves it its connection.
 	Starved bool
+
+	blocks int // that the residency index lets the replica hold
 }
 
 // Outstanding is the number of prompt tokens of our requests in flight.
 func (p *Replica) Outstanding() float64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	return p.outstanding
 }
 
 // Backlog is the number of prompt tokens of our requests that are believed to
 // wait for prefill, and of all that are in flight.
 func (p *Replica) Backlog(now time.Time) (queue, outstanding float64) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	return p.queue(now, p.perSecond()), p.outstanding
 }
 
 // Avoided says why the replica should not be chosen while another can be.
 func (p *Replica) Avoided(now time.Time) Avoid {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	return p.avoid(now)
 }
 
-// Load reads the replica's state at now. It is called for every replica at
-// every choice, so what only scrapes change is kept ready in standing.
+// Load reads the replica's state at now.
 func (p *Replica) Load(now time.Time) Load {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	return p.load(now)
+}
+
+func (p *Replica) load(now time.Time) Load {
 	l := p.standing
 	l.Avoid = p.avoid(now)
 	l.Queue = p.queue(now, l.Rate) + p.otherTokens
@@ -404,7 +408,7 @@ func (p *Replica) Load(now time.Time) Load {
 	if l.QueueKnown {
 		l.Late = p.lateBy(now)
 	}
-	l.Spare = p.spare(l.Capacity)
+	l.blocks = p.capacity
 	l.Used = p.footing
 	if l.KVUsage.Known && l.Capacity > 0 {
 		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
@@ -418,23 +422,23 @@ func (p *Replica) Connectable(now time.Time) bool {
 	if !p.registry.short(now) {
 		return true
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	return p.connections.idle(p.inFlight, now) > 0
 }
 
-// spare is the share of the replica's KV cache of so many tokens that is not
-// taken: by its events, or else by the blocks in the residency index.
-func (p *Replica) spare(capacity float64) float64 {
-	if t := p.truth.Load(); t != nil && capacity > 0 {
+// Spare is the share of the replica's KV cache that is believed to hold nothing
+// yet: by its events, or else by the blocks in the residency index.
+func (p *Replica) Spare(l *Load) float64 {
+	if t := p.truth.Load(); t != nil && l.Capacity > 0 {
 		if taken, ok := t.taken(); ok {
-			return max(0, 1-taken/capacity)
+			return max(0, 1-taken/l.Capacity)
 		}
 	}
-	if p.gone.Load() || p.capacity == 0 {
+	if p.gone.Load() || l.blocks == 0 {
 		return 0
 	}
-	return 1 - float64(p.registry.Index.Len(p.Slot))/float64(p.capacity)
+	return 1 - float64(p.registry.Index.Len(p.Slot))/float64(l.blocks)
 }
 
 // settle works out what a Load says until the next scrape.
@@ -523,6 +527,7 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 	p.scrapes.Last = now
 	prev, next := p.latest, s.Snapshot
 	p.latest = next
+	p.roster.page.Store(next)
 	note("scrape", wasErr, "")
 	if prev == nil {
 		note("engine", "", next.Engine.String())
@@ -551,7 +556,7 @@ func (p *Replica) restart(now time.Time) {
 	if t := p.truth.Load(); t != nil {
 		t.restarted(now)
 	}
-	p.roster = roster{}
+	p.roster.list(nil)
 	p.text.skip()
 	p.baseKnown = false
 	p.calibrated = calibration{}

@@ -27,8 +27,8 @@ func (g *Registry) View() metrics.IndexView {
 }
 
 func (p *Replica) view(now time.Time) metrics.View {
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
 	r, avoid := p.perSecond(), p.avoid(now)
 	v := metrics.View{
 		Replica:     p.Addr,

@@ -4,31 +4,24 @@ package plan
 
 import (
 	"math"
+	"slices"
 )
 
 // match looks up which replicas hold how much of the prompt.
 func (s *Scheduler) match(r *Request) {
 	r.blocks = s.index.Match(r.Chain, r.blocks[:0])
 	r.matched = s.lanes.now
-	r.held = r.held[:0]
-	if r.Holder != nil {
-		for _, p := range r.Replicas {
-			r.held = append(r.held, r.Holder.Held(p, r.believed(p)))
-		}
-	}
-	r.uncached, r.lanes = r.uncached[:0], r.lanes[:0]
+	r.offers = slices.Grow(r.offers[:0], len(r.Replicas))[:len(r.Replicas)]
 	for i, p := range r.Replicas {
-		l := s.lanes.of(p)
-		r.lanes = append(r.lanes, l)
-		r.uncached = append(r.uncached, r.uncachedAt(i, &l.load))
+		r.offers[i].take(r, p, s.lanes.of(p), p.Matched(r.blocks))
 	}
 }
 
 // leastUncached is what the replica that holds most of the prompt would compute.
 func (s *Scheduler) leastUncached(r *Request) float64 {
 	least := r.Tokens
-	for i := range r.Replicas {
-		least = min(least, r.Tokens-r.heldBy(i))
+	for i := range r.offers {
+		least = min(least, r.Tokens-r.offers[i].held)
 	}
 	return max(0, least) + r.Extra
 }
@@ -38,18 +31,17 @@ func (s *Scheduler) leastUncached(r *Request) float64 {
 // choose comes to, but at each event all that wait are asked, and it does not
 // ask their callers about each replica.
 func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
-	s.costs = s.costs[:0]
+	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	at = -1
 	least, second := math.Inf(1), math.Inf(1)
-	for i, l := range r.lanes {
-		if l.epoch != s.lanes.epoch {
-			s.lanes.read(l, r.Replicas[i])
+	for i := range r.offers {
+		l := s.lanes.at(r, i)
+		if !l.best || r.Serves != nil && !r.Serves[i] {
+			continue
 		}
-		cost := math.Inf(1)
-		if l.best && (r.Serves == nil || r.Serves[i]) {
-			cost = l.cost(r.uncached[i], s.Rule.MatchWeight)
-		}
-		if s.costs = append(s.costs, cost); cost < least {
+		cost := l.cost(r.offers[i].uncached, s.Rule.MatchWeight)
+		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
+		if cost < least {
 			at, least, second = i, cost, least
 		} else {
 			second = min(second, cost)
@@ -57,22 +49,16 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 	}
 	open := at >= 0 && s.mayGoTo(r, at)
 	if tied := tiedWith(least); open && second <= tied {
-		s.cands, s.choices = s.cands[:0], s.choices[:0]
-		for i, cost := range s.costs {
-			if cost <= tied {
-				open = open && s.mayGoTo(r, i)
-				s.choices = append(s.choices, i)
-				s.cands = append(s.cands, s.candidate(r, i))
-			}
+		for k, i := range s.choices {
+			open = open && (s.costs[k] > tied || s.mayGoTo(r, i))
 		}
-		best, _ := s.Rule.Choose(s.cands)
-		at = s.choices[best]
+		at = s.choices[s.settle(r, tied)]
 	}
 	if !open {
 		c, fits := s.choose(r) // among those that are
 		return c.Index, fits
 	}
-	return at, r.lanes[at].hasRoom()
+	return at, r.offers[at].lane.hasRoom()
 }
 
 func (s *Scheduler) mayGoTo(r *Request, i int) bool { return r.Caller.Open(i) && !r.Caller.Tried(i) }
@@ -80,57 +66,68 @@ func (s *Scheduler) mayGoTo(r *Request, i int) bool { return r.Caller.Open(i) &&
 // choose finds the replica where the request costs least, and whether that has
 // room for it now.
 func (s *Scheduler) choose(r *Request) (c Choice, fits bool) {
+	least := math.Inf(1)
 	for t := strictest; t >= anyOpen; t-- {
-		if s.gather(r, r.Caller, t); len(s.cands) > 0 {
+		if least = s.gather(r, r.Caller, t); len(s.choices) > 0 {
 			break
 		}
 	}
-	c = Choice{Index: -1, Open: len(s.cands), Next: math.Inf(1)}
-	best, cost := s.Rule.Choose(s.cands)
+	c = Choice{Index: -1, Open: len(s.choices), Next: math.Inf(1)}
+	best := s.settle(r, tiedWith(least))
 	if best < 0 {
 		return c, true
 	}
-	c.Index, c.Cost = s.choices[best], cost
-	for i, at := range s.choices {
-		c.Longest = max(c.Longest, r.blocksAt(at))
-		if i != best {
-			c.Next = min(c.Next, s.cands[i].cost)
+	for k, at := range s.choices {
+		c.Longest = max(c.Longest, int(r.offers[at].blocks))
+		if k != best {
+			c.Next = min(c.Next, s.costs[k])
 		}
 	}
-	c.Matched, c.Hit, c.Uncached = r.blocksAt(c.Index), s.hits[best], s.cands[best].Uncached
-	return c, s.lanes.of(r.Replicas[c.Index]).hasRoom()
+	c.Index, c.Cost = s.choices[best], s.costs[best]
+	o := &r.offers[c.Index]
+	c.Matched, c.Hit, c.Uncached = int(o.blocks), o.hit(r), o.uncached
+	return c, o.lane.hasRoom()
 }
 
-// gather lists the candidates that are good enough.
-func (s *Scheduler) gather(r *Request, caller Caller, t strictness) {
-	s.cands, s.choices, s.hits = s.cands[:0], s.choices[:0], s.hits[:0]
-	for i, p := range r.Replicas {
+// gather lists the replicas that are good enough and what the request costs
+// there, and returns the least of it.
+func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float64) {
+	s.choices, s.costs = s.choices[:0], s.costs[:0]
+	least = math.Inf(1)
+	for i := range r.offers {
 		if !caller.Open(i) {
 			continue
 		}
-		load := &s.lanes.of(p).load
-		if !t.allows(load, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
+		l := s.lanes.at(r, i)
+		if !t.allows(&l.load.Load, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		s.choices = append(s.choices, i)
-		s.hits = append(s.hits, r.hitAt(i, load))
-		s.cands = append(s.cands, s.candidate(r, i))
+		uncached := r.offers[i].uncached
+		cost := s.Rule.cost(l.queue, uncached, l.inFlight, max(0, uncached-l.free), l.load.Pace)
+		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
+		least = min(least, cost)
 	}
+	return least
 }
 
-func (s *Scheduler) candidate(r *Request, i int) Candidate {
-	p := r.Replicas[i]
-	l := s.lanes.of(p)
-	return Candidate{
-		Queue:      l.queue,
-		Uncached:   r.uncached[i],
-		Free:       l.free,
-		InFlight:   l.inFlight,
-		Pace:       l.load.Pace,
-		KVFree:     1 - l.load.KVUsage.Value,
-		Spare:      l.load.Spare,
-		Rendezvous: Rendezvous(r.Key, p.ID),
+// settle finds the best of the choices that cost no more than tied, and returns
+// its place among them all; -1 if there is none.
+func (s *Scheduler) settle(r *Request, tied float64) int {
+	s.ties = s.ties[:0]
+	for k, cost := range s.costs {
+		if cost <= tied {
+			s.ties = append(s.ties, merits{at: k})
+		}
 	}
+	if len(s.ties) > 1 {
+		for i := range s.ties {
+			t := &s.ties[i]
+			at := s.choices[t.at]
+			p, l := r.Replicas[at], r.offers[at].lane
+			t.kvFree, t.spare, t.rendezvous = l.kvFree(), p.Spare(&l.load.Load), Rendezvous(r.Key, p.ID)
+		}
+	}
+	return foremost(s.ties)
 }
 
 // Rendezvous gives each replica a pseudo-random place in the order of a key

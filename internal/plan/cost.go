@@ -91,27 +91,50 @@ func (r Rule) Choose(cs []Candidate) (best int, cost float64) {
 		least = min(least, cs[i].cost)
 	}
 	tied := tiedWith(least)
-	freest := math.Inf(-1)
+	var room [64]merits
+	ties := room[:0]
 	for i := range cs {
-		if cs[i].cost <= tied {
-			freest = max(freest, cs[i].KVFree)
+		if c := &cs[i]; c.cost <= tied {
+			ties = append(ties, merits{i, c.KVFree, c.Spare, c.Rendezvous})
 		}
 	}
-	sparest := math.Inf(-1)
-	for i := range cs {
-		if c := &cs[i]; c.cost <= tied && c.KVFree >= freest-kvStep {
-			sparest = max(sparest, c.Spare)
-		}
-	}
-	best = -1
-	for i := range cs {
-		c := &cs[i]
-		if c.cost > tied || c.KVFree < freest-kvStep || c.Spare < sparest-spareStep {
-			continue
-		}
-		if best < 0 || c.Rendezvous > cs[best].Rendezvous {
-			best, cost = i, c.cost
-		}
+	if best = foremost(ties); best >= 0 {
+		cost = cs[best].cost
 	}
 	return best, cost
+}
+
+// merits decide between replicas that cost the same. They are those of a
+// [Candidate]; at is its place.
+type merits struct {
+	at         int
+	kvFree     float64
+	spare      float64
+	rendezvous uint64
+}
+
+// foremost returns the place of the best, -1 if there are none.
+func foremost(ties []merits) int {
+	freest := math.Inf(-1)
+	for i := range ties {
+		freest = max(freest, ties[i].kvFree)
+	}
+	sparest := math.Inf(-1)
+	for i := range ties {
+		if t := &ties[i]; t.kvFree >= freest-kvStep {
+			sparest = max(sparest, t.spare)
+		}
+	}
+	best := -1
+	var highest uint64
+	for i := range ties {
+		t := &ties[i]
+		if t.kvFree < freest-kvStep || t.spare < sparest-spareStep {
+			continue
+		}
+		if best < 0 || t.rendezvous > highest {
+			best, highest = t.at, t.rendezvous
+		}
+	}
+	return best
 }

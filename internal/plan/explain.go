@@ -75,18 +75,13 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 	for _, at := range s.choices {
 		f.Options[at].Allowed = true
 	}
-	s.gather(r, anybody{}, anyOpen)
-	for i, at := range s.choices {
-		o, p := &f.Options[at], r.Replicas[at]
-		o.Matched, o.Hit, o.Uncached = r.blocksAt(at), s.hits[i], s.cands[i].Uncached
-		o.Load, o.Costs = s.lanes.of(p).load, s.Rule.Costs(&s.cands[i])
+	for at := range r.offers {
+		o, offer := &f.Options[at], &r.offers[at]
+		l := s.lanes.at(r, at)
+		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
+		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
+			Queue: l.queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight, Pace: l.load.Pace,
+		})
 	}
 	return f
 }
-
-// anybody is a caller to whom all replicas are open.
-type anybody struct{}
-
-func (anybody) Open(int) bool  { return true }
-func (anybody) Tried(int) bool { return false }
-func (anybody) Send(Choice)    {}

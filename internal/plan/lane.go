@@ -24,14 +24,19 @@ type lane struct {
 	free    float64 // tokens of KV cache
 	best    bool    // nothing speaks against it, see strictest
 
-	queue    float64 // tokens
-	roomy    float64 // queue at or below this: more may be sent
+	planned bool    // more was added since it was read
+	queue   float64 // tokens
+	roomy   float64 // queue at or below this: more may be sent
+
 	inFlight float64
-	load     fleet.Load
+	load     fleet.Reading
 }
 
 // hasRoom tells whether the replica can be sent more.
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
+
+// kvFree is as in [Candidate].
+func (l *lane) kvFree() float64 { return 1 - l.load.KVUsage.Value }
 
 // weigh brings what a request costs there up to date.
 func (l *lane) weigh(rule Rule) {
@@ -77,9 +82,24 @@ func (s *lanes) of(p *fleet.Replica) *lane {
 	return l
 }
 
+// at returns the state of a request's i-th replica at this event. The request's
+// match may be of an earlier one.
+func (s *lanes) at(r *Request, i int) *lane {
+	l := r.offers[i].lane
+	if l.epoch != s.epoch {
+		s.read(l, r.Replicas[i])
+	}
+	return l
+}
+
+// read brings a lane to what is known of its replica now. On most events that
+// is what was known at the one before.
 func (s *lanes) read(l *lane, p *fleet.Replica) {
 	l.epoch = s.epoch
-	l.load = p.Load(s.now)
+	if changed := p.Read(&l.load, s.now); !changed && !l.planned {
+		return
+	}
+	l.planned = false
 	l.queue, l.inFlight, l.free = l.load.Wait(), l.load.InFlight, l.load.Free()
 	l.roomy = math.Inf(1)
 	if l.load.QueueKnown {
@@ -88,7 +108,7 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 	if l.load.Starved {
 		l.roomy = -1
 	}
-	l.best = strictest.allows(&l.load, false, true)
+	l.best = strictest.allows(&l.load.Load, false, true)
 	l.weigh(*s.rule)
 }
 
@@ -98,12 +118,16 @@ func (s *lanes) reread(p *fleet.Replica) {
 	l := s.of(p)
 	planned := l.queue - l.load.Wait()
 	s.read(l, p)
-	l.queue += planned
-	l.weigh(*s.rule)
+	if planned != 0 {
+		l.planned = true
+		l.queue += planned
+		l.weigh(*s.rule)
+	}
 }
 
 // add plans a request for a replica.
 func (s *lanes) add(l *lane, uncached float64) {
+	l.planned = true
 	l.queue += uncached
 	l.inFlight++
 	l.free -= uncached

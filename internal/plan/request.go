@@ -37,11 +37,9 @@ type Request struct {
 	// requests waiting, each gets the same. 0 takes no part.
 	Sharer uint64
 
-	held     []float64 // tokens, by place in Replicas; empty without a Holder
-	blocks   []int32   // matched, by slot
-	uncached []float64 // tokens to compute, by place in Replicas
-	lanes    []*lane   // likewise
-	matched  time.Time // when all of these were looked up
+	blocks  []int32   // matched, by slot
+	offers  []offer   // by place in Replicas
+	matched time.Time // when both were looked up
 
 	arrived time.Time
 	ready   chan struct{}
@@ -104,45 +102,44 @@ type Choice struct {
 // hold of it, and it may be used again.
 func (r *Request) Ready() <-chan struct{} { return r.ready }
 
-// heldBy is how many of the prompt's tokens its i-th replica holds.
-func (r *Request) heldBy(i int) float64 {
-	if r.Holder != nil {
-		return r.held[i]
-	}
-	return r.believed(r.Replicas[i])
+// offer is what one of a request's replicas has for it.
+type offer struct {
+	lane     *lane
+	blocks   int32   // of the chain that it holds
+	held     float64 // tokens of the prompt that it holds
+	uncached float64 // tokens that it is reckoned to compute
 }
 
-// believed is how many of the prompt's tokens a replica is believed to hold.
-func (r *Request) believed(p *fleet.Replica) float64 {
-	m := p.Matched(r.blocks)
-	if m == 0 {
+// take works out what a replica offers that is believed to hold so many blocks.
+func (o *offer) take(r *Request, p *fleet.Replica, l *lane, blocks int) {
+	*o = offer{lane: l, blocks: int32(blocks), held: r.believed(blocks)}
+	if r.Holder != nil {
+		o.held = r.Holder.Held(p, o.held)
+		o.blocks = int32(min(len(r.Chain), int(o.held/r.PerBlock)))
+	}
+	o.uncached = max(r.Tokens-o.hit(r)*l.load.Trust, min(r.Tokens, l.load.BlockTokens)) + r.Extra
+}
+
+// hit is how many of the prompt's tokens the replica will not compute.
+func (o *offer) hit(r *Request) float64 {
+	return believedHit(o.held, r.Tokens, o.lane.load.BlockTokens)
+}
+
+// believed is how many tokens so many leading blocks are reckoned to be.
+func (r *Request) believed(blocks int) float64 {
+	if blocks == 0 {
 		return 0
 	}
-	tokens := float64(m) * r.PerBlock
+	tokens := float64(blocks) * r.PerBlock
 	return tokens + max(0, min(r.Beyond, (r.Tokens-tokens)/2))
-}
-
-// blocksAt is the same in blocks of the chain.
-func (r *Request) blocksAt(i int) int {
-	if r.Holder != nil {
-		return min(len(r.Chain), int(r.held[i]/r.PerBlock))
-	}
-	return r.Replicas[i].Matched(r.blocks)
-}
-
-// hitAt is how many of the prompt's tokens the i-th replica will not compute,
-// and uncachedAt how many it is reckoned to compute.
-func (r *Request) hitAt(i int, l *fleet.Load) float64 {
-	return believedHit(r.heldBy(i), r.Tokens, l.BlockTokens)
-}
-
-func (r *Request) uncachedAt(i int, l *fleet.Load) float64 {
-	return max(r.Tokens-r.hitAt(i, l)*l.Trust, min(r.Tokens, l.BlockTokens)) + r.Extra
 }
 
 // believedHit is how many of a prompt's tokens an engine that holds held of
 // them will not compute: whole engine blocks only, and never the last token,
 // which it needs for its first step.
 func believedHit(held, tokens, blockTokens float64) float64 {
+	if held == 0 {
+		return 0
+	}
 	return max(0, math.Floor(min(held, tokens-1)/blockTokens)*blockTokens)
 }

@@ -51,10 +51,9 @@ type Scheduler struct {
 
 	// room for what one event needs
 	order   []*Request
-	costs   []float64
-	cands   []Candidate
-	choices []int     // the candidates' places among the request's replicas
-	hits    []float64 // and what they are believed to hold
+	choices []int     // places among a request's replicas
+	costs   []float64 // of each choice
+	ties    []merits  // of those of the choices that cost least
 	sent    []uint64  // keys of what this event has sent
 }
 
@@ -170,7 +169,7 @@ func (s *Scheduler) plan() {
 			at, fits = s.cheapest(r)
 		}
 		if at >= 0 && !fits {
-			s.lanes.add(r.lanes[at], r.uncached[at])
+			s.lanes.add(r.offers[at].lane, r.offers[at].uncached)
 			continue
 		}
 		c, _ := s.choose(r)
