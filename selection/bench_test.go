@@ -24,10 +24,11 @@ type traffic struct {
 
 func (f *traffic) request() (*http.Request, context.CancelFunc) {
 	vars := map[string]any{caddyhttp.ClientIPVarKey: "127.0.0.1", caddyhttp.TrustedProxyVarKey: false} // as a server's
+	repl := caddy.NewReplacer()
+	repl.Map(noPlaceholders) // a server's
 	ctx, leave := context.WithCancel(context.WithValue(
 		context.WithValue(context.Background(), caddyhttp.VarsCtxKey, vars),
-		caddy.ReplacerCtxKey, caddy.NewReplacer()))
-	_ = ctx.Done() // servers and transports wait for it
+		caddy.ReplacerCtxKey, repl))
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://x/v1/completions", bytes.NewReader(f.body))
 	if err != nil {
 		panic(err)
@@ -36,18 +37,22 @@ func (f *traffic) request() (*http.Request, context.CancelFunc) {
 	return r, leave
 }
 
-// serve chooses for one request, reads its body, and ends it.
+func noPlaceholders(string) (any, bool) { return nil, false }
+
+// serve chooses for one request, reads its body as a transport does, and ends it.
 func (f *traffic) serve(p reverseproxy.Selector, pool reverseproxy.UpstreamPool, room []byte) {
 	r, leave := f.request()
 	if p.Select(pool, r, nil) == nil {
 		panic("refused")
 	}
+	_, sent := context.WithCancelCause(r.Context())
 	for {
 		if _, err := r.Body.Read(room); err != nil {
 			break
 		}
 	}
 	_ = r.Body.Close()
+	sent(nil)
 	leave()
 }
 

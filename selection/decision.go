@@ -122,19 +122,19 @@ var scratch = sync.Pool{New: func() any { return new(prompt.Prompt) }}
 // body if this is the first attempt. key tells policies of one request apart.
 func decisionOf(r *http.Request, key string, o *outlook, changed func(time.Time)) (d *decision, first bool) {
 	ctx := r.Context()
-	if d, ok := caddyhttp.GetVar(ctx, key).(*decision); ok {
-		if d.body != nil {
-			r.Body = d.body.attempt()
+	if known, ok := caddyhttp.GetVar(ctx, key).(*decision); ok {
+		if known.body != nil {
+			r.Body = known.body.attempt()
 		}
-		return d, false
+		return known, false
 	}
-	d = &decision{changed: changed}
-	d.reason = d.read(r, o)
+	made := &decision{changed: changed}
+	made.reason = made.read(r, o)
 	if vars, ok := ctx.Value(caddyhttp.VarsCtxKey).(map[string]any); ok {
-		vars[key] = d
+		vars[key] = made
 	}
-	context.AfterFunc(ctx, func() { d.end(ctx) })
-	return d, true
+	context.AfterFunc(ctx, func() { made.end(ctx) })
+	return made, true
 }
 
 // read peeks at the body and finds the prompt in it, or the reason why not.

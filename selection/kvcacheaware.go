@@ -281,9 +281,7 @@ func (p *KVCacheAware) ask(d *decision, pool reverseproxy.UpstreamPool, r *http.
 	if prefix := p.fleet.Prefix(&a.prefix, a.Chain, a.PerBlock); prefix != nil {
 		a.Holder = prefix
 	}
-	if a.Serves = p.fleet.Serving(d.prompt.Model, a.Replicas, a.serves, now); a.Serves != nil {
-		a.serves = a.Serves
-	}
+	a.Serves = p.fleet.Serving(d.prompt.Model, a.Replicas, &a.serves, now)
 	a.Priority, a.Sharer = p.Queue.of(r, &d.prompt)
 	if p.pins != nil {
 		if a.session = r.Header.Get(p.PinHeader); a.session != "" {
