@@ -153,15 +153,17 @@ func TestFailedAttemptIsTakenBack(t *testing.T) {
 func TestFailedForWantOfADescriptor(t *testing.T) {
 	aware, hash := loadAware(t, `{}`), loadHash(t, `{}`)
 	registry, looks := fleet.Process, fleet.Process.Exhausted
+	own := func() bool {
+		var r fleet.Reservation
+		aware.fleet.Replica("descriptors.test:1", time.Now()).Reserve(&r, time.Now())
+		_, own := r.Fail(time.Now())
+		return own
+	}
 	registry.Exhausted = func() bool { return true }
+	await(t, "failures to be our own", own) // it was looked a moment ago
 	t.Cleanup(func() {
 		registry.Exhausted = looks
-		await(t, "failures to be the replicas' again", func() bool {
-			var r fleet.Reservation
-			aware.fleet.Replica("descriptors.test:1", time.Now()).Reserve(&r, time.Now())
-			_, own := r.Fail(time.Now())
-			return !own
-		})
+		await(t, "failures to be the replicas' again", func() bool { return !own() })
 	})
 	for _, p := range []struct {
 		reverseproxy.Selector
