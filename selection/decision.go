@@ -237,6 +237,9 @@ func (d *decision) fail(a *attempt, o outcome, now time.Time) {
 		avoided = a.Refuse(o.status, o.retryAfter, now)
 	}
 	a.replica.Lacks(d.prompt.Chain, a.matched)
+	if o.status == http.StatusNotFound && d.teller != nil {
+		d.teller.fleet.NotFound(d.prompt.Model, now)
+	}
 	if avoided > 0 && d.teller != nil {
 		d.teller.logger.Warn("replica is avoided while another can be chosen", zap.String("fleet", d.teller.fleet.Name),
 			zap.String("replica", a.replica.Addr), zap.Int("status", o.status), zap.Duration("for", avoided))

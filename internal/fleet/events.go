@@ -508,7 +508,7 @@ func (f *Fleet) Learn(s Sent, body []byte) {
 	}
 	adapter, known := s.Replica.adapter(s.Model)
 	if !known { // its blocks can't be told from those of the base model
-		f.wantModels(s.Replica, time.Now())
+		f.wantModels(s.Replica, time.Now(), modelsEvery)
 		return
 	}
 	var fields struct {

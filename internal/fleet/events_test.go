@@ -33,7 +33,7 @@ type teller struct {
 	t         *testing.T
 	publisher *kvpublish.Publisher
 	front     *httptest.Server
-	models    string
+	models    atomic.Value // the list of them
 	asked     atomic.Int64 // for models
 	rendered  atomic.Int64
 	key       atomic.Value // the last Authorization
@@ -42,7 +42,8 @@ type teller struct {
 
 func newTeller(t *testing.T, replays bool) *teller {
 	t.Helper()
-	e := &teller{t: t, models: `{"data":[{"id":"base"},{"id":"tuned","parent":"base"}]}`}
+	e := &teller{t: t}
+	e.list(`{"data":[{"id":"base"},{"id":"tuned","parent":"base"}]}`)
 	listeners := make([]net.Listener, 2)
 	for i := range listeners {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -76,11 +77,15 @@ func (e *teller) end() {
 	}
 }
 
+// list has the engine serve these models from now on.
+func (e *teller) list(models string) { e.models.Store(models) }
+
 func (e *teller) answer(w http.ResponseWriter, r *http.Request) {
 	e.key.Store(r.Header.Get("Authorization"))
 	if r.URL.Path == "/v1/models" {
 		e.asked.Add(1)
-		_, _ = io.WriteString(w, e.models)
+		models, _ := e.models.Load().(string)
+		_, _ = io.WriteString(w, models)
 		return
 	}
 	e.rendered.Add(1)

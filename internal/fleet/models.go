@@ -20,8 +20,10 @@ import (
 const (
 	// modelsEvery is the shortest time between two readings of one replica's
 	// list of models. It is read only while a request names one that the
-	// replica is not known to serve.
+	// replica is not known to serve, or is answered 404.
 	modelsEvery = 30 * time.Second
+	// modelsSoonest is the same after an answer that speaks against the lists.
+	modelsSoonest = time.Second
 	// modelsTimeout bounds one reading.
 	modelsTimeout = 5 * time.Second
 	// maxModels is how many models and adapters of one replica are kept.
@@ -102,7 +104,7 @@ func (f *Fleet) Serving(model string, replicas []*Replica, room *[]bool, now tim
 	for _, p := range replicas {
 		serves, known := p.Serves(model)
 		if !serves {
-			f.wantModels(p, now)
+			f.wantModels(p, now, modelsEvery)
 		}
 		some = some || serves
 		may := serves || !known && !p.namesModels()
@@ -143,13 +145,26 @@ func (f *Fleet) findCommon() {
 	}
 }
 
-// wantModels has a replica's list of models read soon, off the request path.
-func (f *Fleet) wantModels(p *Replica, now time.Time) {
+// NotFound notes that a replica answered 404 to a request that names a model.
+// Where its page does not name the model, that may be an adapter which was
+// loaded or unloaded since the lists were read; so all are read anew.
+func (f *Fleet) NotFound(model string, now time.Time) {
+	if model == "" || f.everywhere(model) {
+		return
+	}
+	for _, p := range f.Members() {
+		f.wantModels(p, now, modelsSoonest)
+	}
+}
+
+// wantModels has a replica's list of models read soon, off the request path,
+// unless it was read within the given time.
+func (f *Fleet) wantModels(p *Replica, now time.Time, within time.Duration) {
 	if f.API == nil {
 		return
 	}
 	last, at := p.roster.asked.Load(), int64(now.Sub(epoch))
-	if last != 0 && at-last < int64(modelsEvery) || !p.roster.asked.CompareAndSwap(last, at) {
+	if last != 0 && at-last < int64(within) || !p.roster.asked.CompareAndSwap(last, at) {
 		return
 	}
 	select {

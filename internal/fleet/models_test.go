@@ -93,6 +93,35 @@ func TestModelsAreAskedForOnDemand(t *testing.T) {
 	await(t, "the list again", func() bool { return e.asked.Load() == 2 })
 }
 
+// An adapter that was unloaded is still on the list that was read, and one that was loaded is not: a 404 tells.
+func TestModelsAreAskedForAfterNotFound(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	now := time.Now()
+	serves := func(model string) bool { serves, _ := p.Serves(model); return serves }
+	f.Serving("tuned", f.Members(), nil, now)
+	await(t, "the list", func() bool { return serves("tuned") })
+
+	e.list(`{"data":[{"id":"base"},{"id":"newer","parent":"base"}]}`)
+	f.Serving("tuned", f.Members(), nil, now.Add(time.Hour))
+	f.NotFound("", now.Add(time.Hour))
+	f.NotFound("base", now.Add(time.Hour))
+	if n := e.asked.Load(); n != 1 {
+		t.Errorf("asked %d times while nothing spoke against the list", n)
+	}
+	now = now.Add(modelsSoonest)
+	for range 10 {
+		f.NotFound("tuned", now)
+	}
+	await(t, "the list again", func() bool { return serves("newer") })
+	if serves("tuned") {
+		t.Error("an adapter that is gone is served")
+	}
+	if n := e.asked.Load(); n != 2 {
+		t.Errorf("asked %d times", n)
+	}
+}
+
 func FuzzModels(f *testing.F) {
 	for _, s := range []string{`{"data":[{"id":"m","parent":null},{"id":"a","parent":"m"}]}`, `{"data":[]}`, `[]`, `{"data":[{"id":1}]}`, ``} {
 		f.Add(s)

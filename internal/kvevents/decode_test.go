@@ -354,10 +354,12 @@ func FuzzDecode(f *testing.F) {
 	for _, s := range golden(f).Samples {
 		f.Add(fromHex(f, s.PayloadHex))
 	}
-	var live struct{ Live []struct{ Frames []string } }
-	readJSON(f, "live_0.32.json", &live)
-	for _, m := range live.Live {
-		f.Add(fromHex(f, m.Frames[2]))
+	for _, name := range []string{"live_0.32.json", "live_0.32_lora.json", "live_0.32_image.json"} {
+		var live struct{ Live []struct{ Frames []string } }
+		readJSON(f, name, &live)
+		for _, m := range live.Live {
+			f.Add(fromHex(f, m.Frames[2]))
+		}
 	}
 	f.Add([]byte(batchOf(wire{}.array(2).str("BlockMoved").num(1))))
 	limits := Limits{PayloadBytes: 1 << 16, Events: 64, Blocks: 64, Tokens: 1024}

@@ -160,6 +160,78 @@ func TestViewLive(t *testing.T) {
 	}
 }
 
+// liveBatches decodes what a running vLLM sent, each message on its own.
+func liveBatches(t *testing.T, name string) (batches []*Batch) {
+	t.Helper()
+	var live struct{ Live []struct{ Frames []string } }
+	readJSON(t, name, &live)
+	for i, m := range live.Live {
+		b, err := NewDecoder(Limits{}).Decode(fromHex(t, m.Frames[2]))
+		if err != nil || b.Skipped != (Skipped{}) {
+			t.Fatalf("message %d: %+v, error %v", i, b, err)
+		}
+		batches = append(batches, b)
+	}
+	return batches
+}
+
+// TestAdaptersLive: the same tokens for a base model and for its adapter are different blocks, and go one without the
+// other.
+func TestAdaptersLive(t *testing.T) {
+	batches := liveBatches(t, "live_0.32_lora.json")
+	base, adapter := batches[0].Events[0], batches[1].Events[0]
+	tokens, salt := base.Tokens, []Extra{SaltExtra("tenant-a")}
+	if base.LoRA != "" || adapter.LoRA != "sql" || !slices.Equal(adapter.Tokens, tokens) || adapter.Extra != nil {
+		t.Fatalf("the base model's event %+v, the adapter's %+v", base, adapter)
+	}
+	v := NewView(ViewConfig{})
+	holds := func(when string, base, adapter, salted int) {
+		t.Helper()
+		checkView(t, v)
+		for _, c := range []struct {
+			of, lora string
+			extra    []Extra
+			want     int
+		}{
+			{"the base model's", "", nil, base},
+			{"the adapter's", "sql", nil, adapter},
+			{"the adapter's salted", "sql", salt, salted},
+			{"another adapter's", "chat", nil, 0},
+			{"the base model's salted", "", salt, 0},
+		} {
+			if m := v.Longest(tokens, c.lora, c.extra); m.Tokens != c.want {
+				t.Errorf("%s: %d of %s tokens are held, want %d", when, m.Tokens, c.of, c.want)
+			}
+		}
+	}
+	for i, when := range []string{"base model", "adapter as well", "adapter with a salt as well"} {
+		v.Apply(batches[i])
+		holds(when, 96, 96*min(i, 1), 96*(i/2))
+	}
+	v.Apply(&Batch{Events: []Event{{Kind: BlockRemoved, Hashes: base.Hashes, Group: NoGroup}}})
+	holds("the base model's evicted", 0, 96, 96)
+}
+
+// TestImageLive: blocks with an image in them are those of that image alone, and text behind it hangs on it.
+func TestImageLive(t *testing.T) {
+	batch := liveBatches(t, "live_0.32_image.json")[0]
+	ev, v := batch.Events[0], NewView(ViewConfig{})
+	if len(ev.Extra) != 4 || ev.Extra[0] == 0 || ev.Extra[1] == 0 || ev.Extra[0] == ev.Extra[1] || ev.Extra[2] != 0 {
+		t.Fatalf("two blocks of an image and two of text have the extra keys %x", ev.Extra)
+	}
+	v.Apply(batch)
+	if m := v.Longest(ev.Tokens, "", ev.Extra); m.Tokens != len(ev.Tokens) {
+		t.Errorf("%d tokens of %d are held", m.Tokens, len(ev.Tokens))
+	}
+	other := slices.Clone(ev.Extra)
+	other[0]++
+	for _, extra := range [][]Extra{nil, other} {
+		if m := v.Longest(ev.Tokens, "", extra); m.Tokens != 0 {
+			t.Errorf("%d tokens are held of another image", m.Tokens)
+		}
+	}
+}
+
 // TestReplayLive splits the messages of a replay by a running vLLM.
 func TestReplayLive(t *testing.T) {
 	var live struct {
