@@ -53,6 +53,10 @@ func TestVLLM(t *testing.T) {
 	t.Run("TokensLearned", e.testTokensLearned)
 	t.Run("GrowingChats", e.testGrowingChats)
 	t.Run("OtherPrompts", e.testOtherPrompts)
+	if e.ours != nil {
+		t.Run("Adapter", e.testAdapter)
+		t.Run("Images", e.testImages)
+	}
 	t.Run("Prediction", e.testPrediction)
 	t.Run("Eviction", e.testEviction)
 	t.Run("OtherSenders", e.testOtherSenders)
@@ -80,7 +84,10 @@ func startVLLM(t *testing.T) *vllmFleet {
 	}
 	fleet, err := vllm.Start(t.Context(), vllm.Options{
 		Replicas: 2, Model: "tiny", Blocks: poolBlocks, StartTimeout: 10 * time.Minute,
-		Extra: []string{fmt.Sprint("--max-num-queued-reqs=", mostInFlight)},
+		Extra: []string{
+			fmt.Sprint("--max-num-queued-reqs=", mostInFlight),
+			"--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--enable-auto-tool-choice", "--tool-call-parser=hermes",
+		},
 	})
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)

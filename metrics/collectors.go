@@ -100,6 +100,7 @@ func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
 		out <- e.desc
 	}
 	out <- learnedPrompts
+	out <- failedScrapes
 	out <- engineInfo
 }
 
@@ -144,6 +145,11 @@ func collectReplica(out chan<- prometheus.Metric, fleet string, v *View) {
 	replica := label(v.Replica)
 	for _, e := range replicaExports {
 		e.send(out, v, fleet, replica)
+	}
+	for reason, n := range v.BadBy {
+		if n > 0 {
+			out <- prometheus.MustNewConstMetric(failedScrapes, asCounter, float64(n), fleet, replica, Failure(reason).String())
+		}
 	}
 	if v.Events != nil {
 		for _, e := range eventsExports {

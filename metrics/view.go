@@ -9,10 +9,11 @@ import "github.com/prometheus/client_golang/prometheus"
 type View struct {
 	Fleet, Replica string
 
-	// Good and Bad count scrapes; Age is the seconds since the last good one,
+	// Good and Bad count scrapes, BadBy the bad ones by reason; Age is the seconds since the last good one,
 	// negative if there was none. Took is how many seconds the last one took,
 	// and Err why it failed, if it did.
 	Good, Bad uint64
+	BadBy     FailureCounts
 	Age, Took float64
 	Err       error
 	// Snapshot is the last good scrape, nil if there was none.
@@ -128,6 +129,8 @@ const asGauge, asCounter = prometheus.GaugeValue, prometheus.CounterValue
 
 var engineInfo = describe("engine_info", "The kind of engine, as its metrics page shows it.", "fleet", "replica", "engine")
 
+var failedScrapes = describe("scrape_errors_total", "Failed polls of the replica's metrics page, by reason.", "fleet", "replica", "reason")
+
 var learnedPrompts = describe("learner_prompts_total", "Prompts to be learned by their tokens, by what became of them.", "fleet", "outcome")
 
 var learnerExports = []export[LearnerView]{
@@ -149,7 +152,6 @@ var fleetExports = []export[FleetView]{
 
 var replicaExports = []export[View]{
 	ofReplica("scrapes_total", "Good polls of the replica's metrics page.", asCounter, func(v *View) float64 { return float64(v.Good) }),
-	ofReplica("scrape_errors_total", "Failed polls of the replica's metrics page.", asCounter, func(v *View) float64 { return float64(v.Bad) }),
 	ofReplica("scrape_duration_seconds", "How long the last poll took.", asGauge, func(v *View) float64 { return v.Took }),
 	{describe("scrape_age_seconds", "Seconds since the last good poll.", "fleet", "replica"), asGauge, func(v *View) (float64, bool) { return v.Age, v.Age >= 0 }},
 	ofReplica("replica_eligible", "Whether the replica may be chosen: 0 while it fails, hangs, sleeps or is drained.", asGauge, func(v *View) float64 { return oneIf(v.Eligible) }),

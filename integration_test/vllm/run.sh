@@ -22,7 +22,8 @@
 # Settings (environment):
 #   CADDY_KV_CACHE_VLLM_DIR  where the installation is kept between runs
 #                       (default ${XDG_CACHE_HOME:-~/.cache}/caddy-kv-cache/vllm; 2.6 GB)
-#   MODEL=tiny          prefill of 2,000 tokens: tiny 0.03 s, small 0.24 s, mid 1.2 s on one core
+#   MODEL=tiny          prefill of 2,000 tokens: tiny 0.03 s, small 0.24 s, mid 1.2 s on one core. vision
+#                       is about as quick as tiny and takes an image with a prompt
 #   BLOCKS=400          KV pool in blocks of 32 tokens (small, so that eviction can be seen)
 #   MAX_LEN=4096        context length
 #   VLLM_EXTRA=         more server flags, split at blanks. --data-parallel-size 2 works: rank r then
@@ -131,7 +132,8 @@ warm_up() {
   "${setting[@]}" timeout -k 10 300 "$py" -c '
 import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_worker
 from vllm.model_executor.models import ModelRegistry
-ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()' >&2 || say "warming up failed"
+for name in "LlamaForCausalLM", "Blip2ForConditionalGeneration":
+    ModelRegistry.models[name].inspect_model_cls()' >&2 || say "warming up failed"
 }
 
 install_locked() {
@@ -215,12 +217,13 @@ serve() { # dir port
   # otherwise; this form binds, and on loopback alone.
   # VLLM_HTTP_TIMEOUT_KEEP_ALIVE: longer than Caddy keeps connections (2 minutes). By default a server closes them after
   # 5 s, the one with a request just arriving as well if it was starved of the processor or stopped for so long.
+  # VLLM_ALLOW_RUNTIME_LORA_UPDATING: with --enable-lora, the adapter beside the model can be loaded and unloaded.
   # PYTHONHASHSEED=0 with sha256_cbor makes block hashes reproducible.
   # shellcheck disable=SC2086
   exec "${setting[@]}" \
     XDG_CACHE_HOME="$dir/cache" XDG_CONFIG_HOME="$dir/cache" VLLM_CPU_KVCACHE_SPACE=1 VLLM_SERVER_DEV_MODE=1 \
     PYTHONHASHSEED=0 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 \
-    VLLM_HOST_IP=127.0.0.1 VLLM_HTTP_TIMEOUT_KEEP_ALIVE=150 \
+    VLLM_HOST_IP=127.0.0.1 VLLM_HTTP_TIMEOUT_KEEP_ALIVE=150 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
     "$py" -m vllm.entrypoints.openai.api_server --model "$weights" --served-model-name "$model" --load-format dummy \
     --dtype bfloat16 --host 127.0.0.1 --port "$port" --max-model-len "$max_len" --max-num-seqs 8 --block-size 32 \
     --num-gpu-blocks-override "$blocks" --enforce-eager --distributed-executor-backend uni \

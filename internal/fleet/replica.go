@@ -94,7 +94,8 @@ type assumed struct {
 // ScrapeStats counts what happened to a replica's scrapes.
 type ScrapeStats struct {
 	Good, Bad uint64
-	Last      time.Time // end of the last good one
+	BadBy     metrics.FailureCounts // the bad ones by reason
+	Last      time.Time             // end of the last good one
 	Took      time.Duration
 	Err       error // of the last one, nil if it was good
 }
@@ -510,6 +511,7 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 	p.scrapes.Err, p.scrapes.Took = s.Err, s.Duration
 	if s.Err != nil {
 		p.scrapes.Bad++
+		p.scrapes.BadBy[metrics.FailureOf(s.Err)]++
 		p.refused = errors.Is(s.Err, syscall.ECONNREFUSED) && !p.assumed.elsewhere
 		if p.refused {
 			p.warm.start(now)

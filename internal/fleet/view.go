@@ -34,6 +34,7 @@ func (p *Replica) view(now time.Time) metrics.View {
 		Replica:     p.Addr,
 		Good:        p.scrapes.Good,
 		Bad:         p.scrapes.Bad,
+		BadBy:       p.scrapes.BadBy,
 		Age:         -1,
 		Took:        p.scrapes.Took.Seconds(),
 		Err:         p.scrapes.Err,
