@@ -68,6 +68,18 @@ func (e *vllmFleet) testAdapter(t *testing.T) {
 			t.Errorf("the adapter moved to %s: %d from %s, %.300s", second, a.status, a.replica(), a.body)
 		}
 	}
+
+	// With retries of 404, as the documentation has them, nobody notices that it moves.
+	p = e.familiar(t, followed, "lb_retries 1\nlb_retry_match {\n\tmethod POST\n\texpression `{rp.status_code} == 404`\n}")
+	for _, move := range [][2]string{{second, first}, {first, second}} {
+		e.lora(t, move[1], "load", map[string]string{"lora_name": adapter, "lora_path": path})
+		e.lora(t, move[0], "unload", map[string]string{"lora_name": adapter})
+		for range 3 {
+			if a := ask(); a.status != http.StatusOK || a.replica() != move[1] {
+				t.Errorf("the adapter moved to %s: %d from %s, %.300s", move[1], a.status, a.replica(), a.body)
+			}
+		}
+	}
 	e.lora(t, second, "unload", map[string]string{"lora_name": adapter})
 }
 

@@ -101,6 +101,7 @@ func (c *fleetCollector) Describe(out chan<- *prometheus.Desc) {
 	}
 	out <- learnedPrompts
 	out <- failedScrapes
+	out <- failedEvents
 	out <- engineInfo
 }
 
@@ -146,14 +147,15 @@ func collectReplica(out chan<- prometheus.Metric, fleet string, v *View) {
 	for _, e := range replicaExports {
 		e.send(out, v, fleet, replica)
 	}
-	for reason, n := range v.BadBy {
-		if n > 0 {
-			out <- prometheus.MustNewConstMetric(failedScrapes, asCounter, float64(n), fleet, replica, Failure(reason).String())
-		}
+	for reason := NoFailure + 1; reason < failures; reason++ {
+		out <- prometheus.MustNewConstMetric(failedScrapes, asCounter, float64(v.BadBy[reason]), fleet, replica, reason.String())
 	}
 	if v.Events != nil {
 		for _, e := range eventsExports {
 			e.send(out, v.Events, fleet, replica)
+		}
+		for reason, n := range v.Events.Errors {
+			out <- prometheus.MustNewConstMetric(failedEvents, asCounter, float64(n), fleet, replica, reason)
 		}
 	}
 	if v.Snapshot == nil {

@@ -89,7 +89,7 @@ func TestTypesAsDocumented(t *testing.T) {
 	known := &Snapshot{}
 	defer Watch(Source{
 		Fleet: func() FleetView {
-			return FleetView{Name: "typed", Learner: &LearnerView{}, Replicas: []View{{Fleet: "typed", Replica: "a", BadBy: FailureCounts{TimedOut: 1}, Snapshot: known, Events: &EventsView{}}}}
+			return FleetView{Name: "typed", Learner: &LearnerView{}, Replicas: []View{{Fleet: "typed", Replica: "a", BadBy: FailureCounts{TimedOut: 1}, Snapshot: known, Events: &EventsView{Errors: map[string]uint64{"read": 1}}}}}
 		},
 		Index: func() IndexView { return IndexView{} },
 	})()

@@ -68,9 +68,11 @@ type EventsView struct {
 	Connected, Reliable bool
 	// Batches counts batches of events taken in, Replayed those of them that a
 	// replay brought. Gaps counts holes in their sequence, Lost those that no
-	// replay filled, for which the rank was cleared. Errors counts broken or
-	// failed connections and unreadable messages.
-	Batches, Replayed, Gaps, Lost, Errors uint64
+	// replay filled, for which the rank was cleared.
+	Batches, Replayed, Gaps, Lost uint64
+	// Errors counts broken or failed connections, and unreadable messages and
+	// events, by reason.
+	Errors map[string]uint64
 	// Blocks is how many engine blocks the events say it holds.
 	Blocks int
 	// Lag is the seconds from a batch's own time to when it was taken in, of the
@@ -131,6 +133,8 @@ var engineInfo = describe("engine_info", "The kind of engine, as its metrics pag
 
 var failedScrapes = describe("scrape_errors_total", "Failed polls of the replica's metrics page, by reason.", "fleet", "replica", "reason")
 
+var failedEvents = describe("events_errors_total", "Connections that failed or broke, and messages and events that could not be read.", "fleet", "replica", "reason")
+
 var learnedPrompts = describe("learner_prompts_total", "Prompts to be learned by their tokens, by what became of them.", "fleet", "outcome")
 
 var learnerExports = []export[LearnerView]{
@@ -177,7 +181,6 @@ var eventsExports = []export[EventsView]{
 	ofEvents("replayed_batches_total", "Batches of KV events that a replay brought.", asCounter, func(v *EventsView) float64 { return float64(v.Replayed) }),
 	ofEvents("gaps_total", "Holes in the sequence of KV events.", asCounter, func(v *EventsView) float64 { return float64(v.Gaps) }),
 	ofEvents("lost_total", "Holes that no replay filled, so that all that was known of a rank was dropped.", asCounter, func(v *EventsView) float64 { return float64(v.Lost) }),
-	ofEvents("errors_total", "Connections that failed or broke, and messages that could not be read.", asCounter, func(v *EventsView) float64 { return float64(v.Errors) }),
 	ofEvents("blocks", "Engine blocks that the KV events say the replica holds.", asGauge, func(v *EventsView) float64 { return float64(v.Blocks) }),
 	ofEvents("lag_seconds", "Seconds from the making of the last KV events to their being taken in, the clocks' difference included.", asGauge, func(v *EventsView) float64 { return v.Lag }),
 }

@@ -65,14 +65,15 @@ type Replica struct {
 type Events struct {
 	Connected bool `json:"connected"`
 	// Reliable is whether nothing is missing since the engine's start.
-	Reliable bool    `json:"reliable"`
-	Batches  uint64  `json:"batches"`
-	Replayed uint64  `json:"replayed_batches"`
-	Gaps     uint64  `json:"gaps"`
-	Lost     uint64  `json:"lost"`
-	Errors   uint64  `json:"errors"`
-	Blocks   int     `json:"engine_blocks"`
-	Lag      float64 `json:"lag_seconds"`
+	Reliable bool   `json:"reliable"`
+	Batches  uint64 `json:"batches"`
+	Replayed uint64 `json:"replayed_batches"`
+	Gaps     uint64 `json:"gaps"`
+	Lost     uint64 `json:"lost"`
+	// Errors are counted by reason.
+	Errors map[string]uint64 `json:"errors"`
+	Blocks int               `json:"engine_blocks"`
+	Lag    float64           `json:"lag_seconds"`
 }
 
 // Scrape tells of the polls of the replica's metrics page.

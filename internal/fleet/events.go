@@ -75,9 +75,9 @@ type rank struct {
 	stream    *kvevents.Stream
 	replays   bool // missed batches can be asked for
 	connected atomic.Bool
-	held      atomic.Int64              // blocks on the device
-	origin    atomic.Uint64             // batches applied before the view was last emptied
-	reborn    atomic.Pointer[time.Time] // when the publisher last started anew, nil before
+	held      atomic.Int64                         // blocks on the device
+	origin    atomic.Pointer[kvevents.StreamStats] // when the view was last emptied, nil before
+	reborn    atomic.Pointer[time.Time]            // when the publisher last started anew, nil before
 }
 
 // listen follows a replica's first rank, or takes hold of the streams that do.
@@ -172,7 +172,8 @@ func (r *rank) Apply(b *kvevents.Batch) {
 func (r *rank) Clear(rank int) {
 	r.truth.index.Clear(rank)
 	r.held.Store(0)
-	r.origin.Store(r.stream.Stats().Messages)
+	s := r.stream.Stats()
+	r.origin.Store(&s)
 }
 
 // notice takes in a change of the stream's state.
@@ -228,12 +229,30 @@ func (t *truth) state() (current, whole bool, block int) {
 		if !r.connected.Load() {
 			return false, false, 0
 		}
-		s := r.stream.Stats()
-		heard := s.Messages - r.origin.Load()
-		// An engine numbers its batches from 0.
-		whole = whole && s.Next == heard && (heard > 0 || r.replays && s.Replays > s.ReplayErrors)
+		whole = whole && r.whole()
 	}
 	return current, whole, int(t.block.Load())
+}
+
+// whole tells whether everything since the engine's start was heard and
+// understood.
+func (r *rank) whole() bool {
+	s := r.stream.Stats()
+	heard, left, blocks := s.Messages, s.Skipped, s.Blocks
+	if origin := r.origin.Load(); origin != nil {
+		heard -= origin.Messages
+		left.Malformed -= origin.Skipped.Malformed
+		left.TooBig -= origin.Skipped.TooBig
+		left.Unknown -= origin.Skipped.Unknown
+		blocks -= origin.Blocks
+	}
+	// An engine numbers its batches from 0.
+	if s.Next != heard || heard == 0 && !(r.replays && s.Replays > s.ReplayErrors) {
+		return false
+	}
+	// A later engine may tell more than is known here. One that is not
+	// understood at all speaks another language.
+	return left.Malformed+left.TooBig == 0 && (left.Unknown == 0 || blocks > 0)
 }
 
 // taken is how many tokens the engine's cache holds by its own account, false

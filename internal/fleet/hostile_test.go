@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tinylib/msgp/msgp"
 	"go.uber.org/goleak"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
@@ -164,4 +165,72 @@ func heap() int64 {
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	return int64(m.HeapAlloc)
+}
+
+// otherLanguages are payloads of publishers that speak another language than vLLM's, or almost its own.
+var otherLanguages = map[string]struct {
+	reason  string
+	payload func(i int) []byte
+}{
+	// TensorRT-LLM's events are JSON, which comes by HTTP.
+	"JSON": {"decode", func(i int) []byte {
+		return fmt.Appendf(nil, `{"event_id":%d,"data":{"type":"stored","parent_hash":null,"blocks":[{"block_hash":%d,"tokens":[{"token_id":1}]}]}}`, i, i)
+	}},
+	// Dynamo's router events, had they come by ZMQ: a map without a list of events.
+	"a map of something else": {"decode", func(i int) []byte {
+		b := msgp.AppendMapHeader(nil, 2)
+		b = msgp.AppendInt(msgp.AppendString(b, "event_id"), i)
+		return msgp.AppendNil(msgp.AppendString(b, "data"))
+	}},
+	"other events": {"event", func(i int) []byte {
+		return batchOf(msgp.AppendInt(msgp.AppendString(msgp.AppendArrayHeader(nil, 2), "CacheStoreEvent"), i))
+	}},
+	"token ids out of range": {"event", func(i int) []byte {
+		b := msgp.AppendString(msgp.AppendArrayHeader(nil, 5), "BlockStored")
+		b = msgp.AppendInt(msgp.AppendArrayHeader(b, 1), i) // the hash
+		b = msgp.AppendNil(b)
+		b = msgp.AppendArrayHeader(b, engineBlock)
+		for range engineBlock {
+			b = msgp.AppendInt64(b, 1<<40)
+		}
+		return batchOf(msgp.AppendInt(b, engineBlock))
+	}},
+}
+
+func batchOf(event []byte) []byte {
+	b := msgp.AppendFloat64(msgp.AppendArrayHeader(nil, 3), 1)
+	return msgp.AppendInt(append(msgp.AppendArrayHeader(b, 1), event...), 0)
+}
+
+// Of a publisher that speaks another language nothing is known: belief stands, each message is counted under its reason,
+// and the log has one line.
+func TestForeignEvents(t *testing.T) {
+	for name, c := range otherLanguages {
+		t.Run(name, func(t *testing.T) {
+			e := newTeller(t, true)
+			config := e.config()
+			log, lines := observer.New(zapcore.InfoLevel)
+			config.Logger = zap.New(log)
+			f := NewRegistry().New(config, []string{"a"})
+			f.Start()
+			t.Cleanup(f.Stop)
+			p := f.Members()[0]
+			awaitCurrent(t, p)
+			const messages = 300
+			for i := range messages {
+				e.publisher.PublishPayload(c.payload(i))
+			}
+			await(t, "all messages", func() bool { return p.eventsView().Errors[c.reason] >= messages })
+			x := newPassage(t, "one", 2048)
+			if got := f.held(p, x, 1500); got != 1500 {
+				t.Errorf("%v tokens are held where 1500 are believed", got)
+			}
+			if v := p.eventsView(); v.Reliable || v.Blocks != 0 {
+				t.Errorf("%+v of events that nobody understands", v)
+			}
+			if told := lines.FilterField(zap.String("transition", "garbled")).Len(); told != 1 || lines.Len() > 5 {
+				t.Errorf("%d lines tell of it, of %d in all", told, lines.Len())
+			}
+		})
+	}
 }

@@ -76,14 +76,19 @@ func (p *Replica) eventsView() *metrics.EventsView {
 	if !followed {
 		return nil
 	}
-	v := &metrics.EventsView{Connected: len(s.Ranks) > 0, Reliable: s.Current && s.Whole, Blocks: s.Blocks}
+	v := &metrics.EventsView{Connected: len(s.Ranks) > 0, Reliable: s.Current && s.Whole, Blocks: s.Blocks, Errors: make(map[string]uint64)}
 	for _, r := range s.Ranks {
 		v.Connected = v.Connected && r.Connected
 		v.Batches += r.Messages
 		v.Replayed += r.ReplayedMessages
 		v.Gaps += r.Gaps
 		v.Lost += r.Lost
-		v.Errors += r.DialErrors + r.ReadErrors + r.FrameErrors + r.DecodeErrors + r.ReplayErrors
+		for reason, n := range map[string]uint64{
+			"dial": r.DialErrors, "read": r.ReadErrors, "frame": r.FrameErrors, "decode": r.DecodeErrors,
+			"replay": r.ReplayErrors, "event": uint64(r.Skipped.Sum()),
+		} {
+			v.Errors[reason] += n
+		}
 		v.Lag = max(v.Lag, r.Lag.Seconds())
 	}
 	return v

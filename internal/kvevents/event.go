@@ -164,3 +164,14 @@ type Skipped struct {
 	// TooBig events exceed a limit.
 	TooBig int
 }
+
+// Sum is how many there are.
+func (s Skipped) Sum() int { return s.Unknown + s.Malformed + s.TooBig }
+
+// err tells of them, nil if there are none.
+func (s Skipped) err() error {
+	if s.Sum() == 0 {
+		return nil
+	}
+	return fmt.Errorf("events of a batch are left out: %d unknown, %d malformed, %d too big", s.Unknown, s.Malformed, s.TooBig)
+}

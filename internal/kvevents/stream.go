@@ -91,6 +91,10 @@ const (
 	Lost Transition = "lost"
 	// Restarted: the publisher started anew and the rank was cleared.
 	Restarted Transition = "restarted"
+	// Garbled: what comes can't be read, or not all of it; Err says why. Perhaps it is another engine's format.
+	Garbled Transition = "garbled"
+	// Readable: all that has come for a minute could be read again.
+	Readable Transition = "readable"
 )
 
 // Notice is one transition of a stream.
@@ -147,6 +151,7 @@ type Stream struct {
 	lively  bool             // live means something
 	ahead   bool             // a replay on this connection went ahead of its live messages
 	silent  bool             // Silent was reported
+	garbled time.Time        // when the last garbled payload came, zero once Readable was reported
 	ranks   map[int]struct{} // ranks this publisher has spoken for
 	behind  bool             // what was missed while there was no connection has not been replayed yet
 	rebuild bool             // a replay failed, so that all has to be replayed once that works again
@@ -348,6 +353,25 @@ func (s *Stream) wentBack(seq uint64) bool {
 	return s.started && !s.ahead && seq < s.next
 }
 
+// readableAfter is how long everything must have been readable for the stream to count as readable again, so that a publisher
+// of which some batches are not is reported once.
+const readableAfter = time.Minute
+
+// noteReadable reports once that payloads can't be read, and once that they can be again.
+func (s *Stream) noteReadable(err error) {
+	now, garbled := s.config.Now(), !s.garbled.IsZero()
+	switch {
+	case err != nil:
+		s.garbled = now
+		if !garbled {
+			s.config.Notify(Notice{Transition: Garbled, Err: err})
+		}
+	case garbled && now.Sub(s.garbled) >= readableAfter:
+		s.garbled = time.Time{}
+		s.config.Notify(Notice{Transition: Readable})
+	}
+}
+
 // maxStreamRanks is how many ranks one publisher may speak for. Engines have a publisher for each rank; the bound is against nonsense.
 const maxStreamRanks = 8
 
@@ -356,11 +380,13 @@ func (s *Stream) apply(seq uint64, payload []byte, replayed bool) {
 	s.next, s.digest = seq+1, xxhash.Sum64(payload)
 	b, err := s.decoder.Decode(payload)
 	if err != nil {
-		s.count(func(st *StreamStats) { st.DecodeErrors++; st.Next = s.next })
 		// Nobody can say which blocks came and went in there.
-		s.lose(err)
+		s.clear()
+		s.count(func(st *StreamStats) { st.DecodeErrors++; st.Lost++; st.Next = s.next })
+		s.noteReadable(err)
 		return
 	}
+	s.noteReadable(b.Skipped.err())
 	if _, known := s.ranks[b.Rank]; !known && len(s.ranks) == maxStreamRanks {
 		s.count(func(st *StreamStats) { st.DecodeErrors++; st.Next = s.next })
 		return

@@ -516,6 +516,40 @@ func TestStreamGarbage(t *testing.T) {
 	if st := f.Stats(); st.DecodeErrors < 400 || f.holds(0) || st.Connects != 1 {
 		t.Errorf("stats %+v, first block held: %t", st, f.holds(0))
 	}
+	if n := f.seen(kvevents.Garbled); n != 1 {
+		t.Errorf("told %d times of one spell of garbage", n)
+	}
+}
+
+// TestStreamReadableAgain checks that garbage is told of once more only after a minute without.
+func TestStreamReadableAgain(t *testing.T) {
+	p := publish(t, true, kvpublish.Config{})
+	var later atomic.Int64
+	f := follow(t, p.Endpoint(), p.ReplayEndpoint(), func(c *kvevents.StreamConfig, _ *follower) kvevents.Sink {
+		c.Now = func() time.Time { return time.Now().Add(time.Duration(later.Load())) }
+		return nil
+	})
+	f.subscribed(t, p)
+	n := 0
+	for _, step := range []struct {
+		after             time.Duration
+		garbage           bool
+		garbled, readable int
+	}{
+		{0, false, 0, 0}, {0, true, 1, 0}, {0, true, 1, 0}, {0, false, 1, 0}, {0, true, 1, 0},
+		{2 * time.Minute, false, 1, 1}, {0, false, 1, 1}, {0, true, 2, 1},
+	} {
+		later.Add(int64(step.after))
+		if n++; step.garbage {
+			p.PublishPayload([]byte("garbage"))
+		} else {
+			p.Publish(block(n))
+		}
+		await(t, "the message", func() bool { return f.Stats().Next == uint64(n) })
+		await(t, "what is told", func() bool {
+			return f.seen(kvevents.Garbled) == step.garbled && f.seen(kvevents.Readable) == step.readable
+		})
+	}
 }
 
 // serve accepts connections and gives each to handle, until the test ends.
