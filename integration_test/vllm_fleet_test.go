@@ -56,6 +56,7 @@ func TestVLLM(t *testing.T) {
 	if e.ours != nil {
 		t.Run("Adapter", e.testAdapter)
 		t.Run("Images", e.testImages)
+		t.Run("Ranks", e.testRanks)
 	}
 	t.Run("Prediction", e.testPrediction)
 	t.Run("Eviction", e.testEviction)

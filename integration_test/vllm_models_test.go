@@ -204,3 +204,48 @@ func picture(t *testing.T) []byte {
 	}
 	return b.Bytes()
 }
+
+// testRanks asks about more documents than the cache of one data-parallel rank holds, in an engine of two ranks. Its own
+// balancer sees no prefixes, so each rank is asked about all of them; pinned to the rank that holds its document, a
+// request finds it.
+func (e *vllmFleet) testRanks(t *testing.T) {
+	const documents, questions = 20, 160
+	fleet, err := vllm.Start(t.Context(), vllm.Options{Blocks: poolBlocks, Extra: []string{"--data-parallel-size=2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := fleet.Close(); err != nil {
+			t.Error(err)
+		}
+		http.DefaultClient.CloseIdleConnections()
+	})
+	one := &vllmFleet{addrs: []string{strings.TrimPrefix(fleet.URLs[0], "http://")}, model: fleet.Model}
+	shares := make(map[string]float64)
+	for _, c := range []struct{ name, options string }{
+		{"chosen by the engine", ""},
+		{"pinned", "header_up X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}"},
+	} {
+		p := one.proxy(t, followed, c.options)
+		w := one.workload(documents, 900)
+		ask := func(i int) answer {
+			return p.must(chatPath, one.chat(4, message{"system", w.documents[i]}, message{"user", unique("question", 60)}))
+		}
+		for i := range documents {
+			ask(i)
+		}
+		await(t, "the documents' tokens to be learned", func() bool {
+			return p.metric("caddy_kv_cache_learner_prompts_total", "outcome", "rendered") >= documents &&
+				p.metric("caddy_kv_cache_learner_waiting_prompts") == 0
+		})
+		var m mixture
+		for range questions {
+			m.add(t, ask(w.rng.IntN(documents)))
+		}
+		t.Logf("%s: %v", c.name, &m)
+		shares[c.name] = m.counted / m.prompt
+	}
+	if shares["pinned"] < shares["chosen by the engine"]+0.1 {
+		t.Errorf("pinned requests find no more than others: %v", shares)
+	}
+}
