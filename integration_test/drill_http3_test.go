@@ -16,6 +16,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"testing"
 	"time"
 
 	"github.com/quic-go/quic-go/http3"
@@ -61,7 +62,8 @@ var http3Drill = []drill{{
 }}
 
 // selfSigned writes a certificate for 127.0.0.1 and its key.
-func selfSigned(x *exercise) (cert, key string) {
+func selfSigned(x testing.TB) (cert, key string) {
+	x.Helper()
 	private, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
 		x.Fatal(err)
