@@ -114,6 +114,7 @@ var dialectTests = []struct {
 		Running: fact(3), Waiting: fact(1), KVUsage: fact(0.5),
 		CapacityTokens: fact(16000), BlockTokens: fact(16), PrefixCaching: fact(0),
 		PromptTokens: fact(5000), GenerationTokens: fact(700), Finished: fact(10), Preemptions: fact(4),
+		FirstTokens: fact(11), FirstTokenSeconds: fact(5.5), PrefillSeconds: fact(4.5), StartTime: fact(1.7e9),
 		Models: []string{"m"},
 	}},
 	{"vllm_deprecated.txt", Snapshot{
@@ -144,6 +145,13 @@ var dialectTests = []struct {
 	{"trtllm.txt", Snapshot{
 		Engine: TensorRTLLM, Rows: 1, Running: fact(3), Waiting: fact(2), KVUsage: fact(0.125),
 		CapacityTokens: fact(64000), BlockTokens: fact(32),
+		PrefixQueries: fact(3150), PrefixHits: fact(960),
+		PromptTokens: fact(3150), CachedPromptTokens: fact(960), GenerationTokens: fact(64),
+		FirstTokens: fact(7), FirstTokenSeconds: fact(1.5), PrefillSeconds: fact(1.25), Finished: fact(7), Models: []string{"m"},
+	}},
+	{"trtllm_blocks.txt", Snapshot{
+		Engine: TensorRTLLM, Rows: 1, Running: fact(3), Waiting: fact(2), KVUsage: fact(0.125),
+		CapacityTokens: fact(64000), BlockTokens: fact(32),
 		PrefixQueries: fact(3200), PrefixHits: fact(960),
 		PromptTokens: fact(3150), GenerationTokens: fact(64),
 		FirstTokens: fact(7), FirstTokenSeconds: fact(1.5), PrefillSeconds: fact(1.25), Finished: fact(7), Models: []string{"m"},
@@ -157,7 +165,7 @@ var dialectTests = []struct {
 		CapacityTokens: fact(6240 * 64), BlockTokens: fact(64), Models: []string{"tensorrt_llm"},
 	}},
 	{"llamacpp.txt", Snapshot{
-		Engine: LlamaCPP, Rows: 1, Running: fact(4), Waiting: fact(46),
+		Engine: LlamaCPP, Rows: 1, Running: fact(4), Waiting: fact(46), KVUsage: fact(0.25),
 		ComputedPromptTokens: fact(4321), GenerationTokens: fact(987),
 	}},
 	{"llamacpp_b11549.txt", Snapshot{
@@ -172,11 +180,18 @@ var dialectTests = []struct {
 		QueueSeconds: fact(0.75), Finished: fact(9),
 	}},
 	{"ray.txt", Snapshot{
-		Engine: Ray, Rows: 2, Running: fact(5), KVUsage: fact(0.5), PromptTokens: fact(150),
-		Models: []string{"m"},
+		Engine: Ray, Rows: 2, Running: fact(5), Waiting: fact(4), KVUsage: fact(0.5),
+		CapacityTokens: fact(32000), BlockTokens: fact(16), PrefixCaching: fact(1), Asleep: fact(0),
+		PrefixQueries: fact(150), PrefixHits: fact(80), PromptTokens: fact(150), CachedPromptTokens: fact(80),
+		FirstTokens: fact(6), FirstTokenSeconds: fact(2), PrefillSeconds: fact(1.5), Finished: fact(5), Preemptions: fact(1),
+		Models: []string{"m"}, Adapters: []string{"sql"},
 	}},
 	{"dynamo.txt", Snapshot{
 		Engine: Dynamo, Rows: 1, Running: fact(5), KVUsage: fact(0.5), Models: []string{"m"},
+	}},
+	{"dynamo_frontend.txt", Snapshot{
+		Engine: Dynamo, Rows: 1, Running: fact(7), BlockTokens: fact(16), PromptTokens: fact(88000), GenerationTokens: fact(5000),
+		FirstTokens: fact(44), FirstTokenSeconds: fact(22.5), Models: []string{"m"},
 	}},
 	{"hostile.txt", Snapshot{
 		Engine: VLLM, Rows: 1, Running: fact(7), FirstTokens: fact(3),
