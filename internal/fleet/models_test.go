@@ -99,11 +99,11 @@ func TestModelsAreAskedForAfterNotFound(t *testing.T) {
 	f, p := observed(t, e)
 	now := time.Now()
 	serves := func(model string) bool { serves, _ := p.Serves(model); return serves }
-	f.Serving("tuned", f.Members(), nil, now)
+	f.Serving("tuned", f.Members(), new([]bool), now)
 	await(t, "the list", func() bool { return serves("tuned") })
 
 	e.list(`{"data":[{"id":"base"},{"id":"newer","parent":"base"}]}`)
-	f.Serving("tuned", f.Members(), nil, now.Add(time.Hour))
+	f.Serving("tuned", f.Members(), new([]bool), now.Add(time.Hour))
 	f.NotFound("", now.Add(time.Hour))
 	f.NotFound("base", now.Add(time.Hour))
 	if n := e.asked.Load(); n != 1 {
