@@ -33,7 +33,7 @@ const exampleOptions = "lb_retries 2\nlb_try_interval 100ms\nfail_duration 10s\n
 // retryStatus retries answers of an engine that can't, too.
 const retryStatus = "\nlb_retry_match {\nmethod POST\nexpression `{rp.status_code} in [429, 500, 503]`\n}"
 
-var drills = slices.Concat(faults, networks, http3Drill, processes, eventFaults)
+var drills = slices.Concat(faults, networks, http3Drill, processes, eventFaults, lies)
 
 // faults are drills whose fault lies in engines, in their metrics or in what clients do.
 var faults = []drill{

@@ -99,6 +99,7 @@ type drill struct {
 const (
 	noAnswer = "no answer"
 	cut      = "cut after the first byte"
+	hollow   = "200 without an answer"
 )
 
 // phase is a part of a drill.
@@ -253,6 +254,7 @@ func play(t *testing.T, d drill, policy string) outcome {
 	if x.ours() {
 		x.proxy.awaitIdle()
 		row.held[1] = x.leftOver(row.held[0])
+		x.tellNothing()
 	}
 	if n := x.spoiled.Load(); n > 0 {
 		x.note += fmt.Sprintf("; %d of the drill's own", n)
@@ -441,6 +443,9 @@ func (r *record) take(a answer) {
 	r.replica = a.header.Get(enginesim.HeaderAddr)
 	r.matched, _ = strconv.Atoi(a.header.Get(matchedField)) // 0 without the policy
 	r.prompt, r.cached = lastNumber(promptTokens, a.body), lastNumber(cachedTokens, a.body)
+	if a.status == http.StatusOK && a.err == nil && r.prompt == 0 {
+		r.kind = hollow
+	}
 }
 
 func lastNumber(pattern *regexp.Regexp, text []byte) int {
@@ -593,7 +598,24 @@ func (x *exercise) leftOver(before holdings) (left holdings) {
 			x.Errorf("the metrics still have the replica %s", replica)
 		}
 	}
+	if fleets := x.proxy.labels("fleet"); len(fleets) > 1+len(x.strangers) {
+		x.Errorf("the metrics have the fleets %v", slices.Sorted(maps.Keys(fleets)))
+	}
 	return left
+}
+
+// tellNothing checks that nothing of a prompt is to be found where operators look.
+func (x *exercise) tellNothing() {
+	_, decisions := x.proxy.ask(http.MethodGet, "/kv_cache/decisions?limit=1000", "", nil)
+	_, stacks := x.proxy.ask(http.MethodGet, "/debug/pprof/goroutine?debug=2", "", nil)
+	for where, told := range map[string]string{
+		"the log": x.proxy.log.String(), "the page of metrics": string(x.proxy.metricsPage().body),
+		"the latest decisions": decisions, "the stacks": stacks,
+	} {
+		if i := strings.Index(told, textMark); i >= 0 {
+			x.Errorf("%s has text of a prompt: %.200s", where, told[max(0, i-100):])
+		}
+	}
 }
 
 func largest(of map[string]int) int {

@@ -72,11 +72,14 @@ func reverseProxy(addrs []string, policy, options string) string {
 	return fmt.Sprintf("reverse_proxy %s {\nlb_policy %s\n%s\n%s\n}\n", strings.Join(addrs, " "), policy, options, tell)
 }
 
+// textMark is in all text that these tests make, and nowhere else.
+const textMark = " quoth "
+
 // text returns about so many bytes that share no beginning with another name's text.
 func text(name string, size int) string {
 	var b strings.Builder
 	for i := 0; b.Len() < size; i++ {
-		fmt.Fprintf(&b, "%s says %d. ", name, i)
+		fmt.Fprintf(&b, "%s%s%d. ", name, textMark, i)
 	}
 	return b.String()
 }

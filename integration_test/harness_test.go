@@ -375,10 +375,15 @@ func (p *proxy) awaitRefused(addr string) {
 	})
 }
 
-// awaitIdle waits until the ledger is empty to the last token.
+// awaitIdle waits until the ledger is empty to the last token, and nobody waits.
 func (p *proxy) awaitIdle() {
 	p.tb.Helper()
-	for _, name := range []string{"caddy_kv_cache_replica_in_flight_requests", "caddy_kv_cache_replica_queued_tokens"} {
+	for _, name := range []string{
+		"caddy_kv_cache_replica_in_flight_requests", "caddy_kv_cache_replica_queued_tokens", "caddy_kv_cache_waiting_requests",
+	} {
+		if len(p.families()[name].GetMetric()) == 0 {
+			p.tb.Errorf("Caddy does not tell %s", name)
+		}
 		await(p.tb, name+" to be 0", func() bool { return p.metric(name) == 0 })
 	}
 }

@@ -20,6 +20,7 @@ func FuzzCaddyfile(f *testing.F) {
 		"metrics_headers {\nA b c\nD\n}", "metrics_interval 1s\nmetrics_timeout 1d\nmetrics_scheme https", "metrics_off\nmetrics_off",
 		"shadow least_conn", "share 10% least_conn\nshadow first", "capture /tmp/x {\nroll_size 1MiB\nroll_keep 2\n}",
 		"prefix 4KiB\nheader X\nload_factor 1.25\nslack 5\nseed {env.S}", "name a {\nb\n}", "{", "}", "\"", "`", "name \x00", "import x",
+		"queue_max 5\nqueue_wait 1m\nqueue_full refuse\nqueue_priority body\nqueue_fair {header.X-Tenant}", "queue_off", "queue_off\nqueue_max 0",
 		"fallback cookie {\nmax_age 1h\n}", "fallback header X {\nfallback cookie {\nfallback first\n}\n}",
 	} {
 		f.Add(block, true)

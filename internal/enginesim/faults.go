@@ -19,6 +19,8 @@ const (
 	MetricsFrozen               // the page as it was when the mode was set, for ever
 	MetricsZero                 // every figure of the engine reads 0
 	MetricsTenfold              // every figure of the engine reads ten times too high
+	MetricsJumping              // every second page is of another process, with half the counts
+	MetricsAllHits              // every prompt token was found in the cache
 	MetricsRenamed              // "vllm:" families are called "engine:"
 	MetricsGarbage              // 200 with bytes that are not a page
 	MetricsDrip                 // a byte every 100 ms
@@ -37,6 +39,7 @@ type faults struct {
 	health     int
 	metrics    MetricsMode
 	frozen     []byte
+	pages      int // that were asked for
 }
 
 // Pause makes the server hang: it accepts connections and requests, and answers
@@ -171,5 +174,8 @@ func (f *faults) healthStatus() int {
 func (f *faults) metricsMode() (MetricsMode, []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.pages++; f.metrics == MetricsJumping && f.pages%2 == 0 {
+		return MetricsOK, nil
+	}
 	return f.metrics, f.frozen
 }

@@ -124,13 +124,20 @@ func (p *instance) page(mode MetricsMode) []byte {
 		page.factor = 0
 	case MetricsTenfold:
 		page.factor = 10
+	case MetricsJumping:
+		page.factor = 0.5
+		page.created -= 60
 	}
 	page.process(time.Since(p.started))
 
 	p.driver.mu.Lock()
 	p.driver.engine.Advance(p.driver.clock.now())
 	p.driver.flush()
-	page.engine(p.driver.engine.Stats(), p.driver.meters)
+	stats := p.driver.engine.Stats()
+	if mode == MetricsAllHits {
+		stats.PrefixHits, stats.CachedTokens = stats.PrefixQueries, stats.PromptTokens
+	}
+	page.engine(stats, p.driver.meters)
 	p.driver.mu.Unlock()
 
 	page.cacheConfig(p.config.Config)

@@ -862,6 +862,15 @@ func TestMetricsModes(t *testing.T) {
 			t.Errorf("mode %d: %v tokens, want %v", mode, got, want)
 		}
 	}
+	s.SetMetrics(MetricsJumping)
+	one, other := value(t, families(t, s), "vllm:generation_tokens_total"), value(t, families(t, s), "vllm:generation_tokens_total")
+	if one+other != 1.5*sound || one == other {
+		t.Errorf("pages of two processes: %v and %v tokens", one, other)
+	}
+	s.SetMetrics(MetricsAllHits)
+	if f := families(t, s); value(t, f, "vllm:prompt_tokens_cached_total") != value(t, f, "vllm:prompt_tokens_total") {
+		t.Error("not all prompt tokens were found in the cache")
+	}
 	for mode, want := range map[MetricsMode]int{MetricsNotFound: 404, MetricsFailing: 500, MetricsGarbage: 200} {
 		s.SetMetrics(mode)
 		if status, _ := fetchPage(t, s); status != want {

@@ -25,6 +25,10 @@ const (
 	// hangAfter is how long a replica with requests in flight may leave every
 	// counter where it was, on top of the time its queue explains.
 	hangAfter = 10 * time.Second
+	// strandedLeast is how many requests at least, and half of those in flight,
+	// the engine must know nothing of for as long to show that what is before it
+	// hangs. A few may be clients that read slowly.
+	strandedLeast = 4
 )
 
 // Replica is one engine endpoint: all that is known of it, shared by every
@@ -67,6 +71,7 @@ type Replica struct {
 	meanUncached float64 // of the requests sent here, moving average
 
 	moved     time.Time // when a counter last moved
+	delivered time.Time // when one finished, or the engine last had most of them
 	idleSince time.Time // when the ledger last became empty, or the first request came
 	hung      bool
 	refused   bool
@@ -174,7 +179,7 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		case aborted:
 			p.connections.closed()
 		case finished:
-			p.moved = now
+			p.moved, p.delivered = now, now
 			p.warm.finished()
 			p.rate.own.finished(r.Uncached, now)
 		}
@@ -519,7 +524,7 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 		// A page that used to answer and hangs may be an engine that does. Any
 		// other failure tells nothing of the engine.
 		hangs := p.latest != nil && errors.Is(s.Err, context.DeadlineExceeded)
-		p.guardAgainstHang(now, !hangs)
+		p.guardAgainstHang(now, !hangs, false)
 		note("scrape", wasErr, errText(s.Err))
 		note("choice", wasAvoid.String(), p.avoid(now).String())
 		return changes
@@ -564,7 +569,7 @@ func (p *Replica) restart(now time.Time) {
 	p.calibrated = calibration{}
 	p.hung = false
 	p.breaker = breaker{}
-	p.moved = now
+	p.moved, p.delivered = now, now
 	p.warm.start(now)
 }
 
@@ -573,7 +578,7 @@ func (p *Replica) restart(now time.Time) {
 func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now time.Time) {
 	perSecond := p.perSecond()
 	p.drain(now, perSecond)
-	p.guardAgainstHang(now, prev == nil || counted(prev, next))
+	p.guardAgainstHang(now, prev == nil || counted(prev, next), p.stranded(next))
 	worked := perSecond * lag.Seconds()
 
 	p.firstTokens(next, worked, now)
@@ -668,17 +673,34 @@ func (p *Replica) countOthers(s *metrics.Snapshot) {
 	}
 }
 
+// stranded tells whether the engine knows nothing of most of our requests: it
+// has answered, and a front between it and us holds the answers.
+func (p *Replica) stranded(s *metrics.Snapshot) bool {
+	if !s.Running.Known || !s.Waiting.Known {
+		return false
+	}
+	lost := float64(p.inFlight) - s.Running.Value - s.Waiting.Value
+	return lost >= max(strandedLeast, float64(p.inFlight)/2)
+}
+
 // guardAgainstHang notes a replica whose counters stand still although it has
-// work: its health endpoint and its metrics page may well answer.
-func (p *Replica) guardAgainstHang(now time.Time, counters bool) {
+// work: its health endpoint and its metrics page may well answer. So it does one
+// whose requests are stranded while none is answered.
+func (p *Replica) guardAgainstHang(now time.Time, counters, stranded bool) {
 	if counters {
 		p.moved = now
+	}
+	if !stranded {
+		p.delivered = now
 	}
 	if p.inFlight == 0 {
 		p.hung = false
 		return
 	}
 	since := p.moved
+	if p.delivered.Before(since) {
+		since = p.delivered
+	}
 	if p.idleSince.After(since) {
 		since = p.idleSince
 	}

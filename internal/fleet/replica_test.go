@@ -222,6 +222,53 @@ func TestHangGuard(t *testing.T) {
 	b.wantAvoid(Eligible, "when nothing is in flight")
 }
 
+// What is before an engine can hang while the engine goes on: it has answered,
+// and none of the answers arrives.
+func TestStrandedRequests(t *testing.T) {
+	tokens := 0.0
+	seconds := func(b *bench, n int, running float64) {
+		for range n {
+			b.pass(time.Second)
+			tokens++
+			b.scrape(metrics.Snapshot{GenerationTokens: known(tokens), PromptTokens: known(0), FirstTokens: known(0),
+				Running: known(running), Waiting: known(0)})
+		}
+	}
+	for _, tt := range []struct {
+		name     string
+		inFlight int
+		running  float64 // by the engine's word
+		want     Avoid
+	}{
+		{"all are lost", 4, 0, Hung},
+		{"most are lost", 12, 5, Hung},
+		{"the engine has most", 12, 7, Eligible},
+		{"slow readers", 3, 0, Eligible},
+		{"other senders", 4, 10, Eligible},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b := newBench(t, Config{})
+			seconds(b, 1, 0)
+			var open []*Reservation
+			for range tt.inFlight {
+				open = append(open, b.send(100, 100))
+			}
+			seconds(b, 10, tt.running)
+			b.wantAvoid(Eligible, "for ten seconds")
+			seconds(b, 2, tt.running)
+			b.wantAvoid(tt.want, "after them")
+			open[0].Finish(b.now)
+			seconds(b, 1, tt.running)
+			b.wantAvoid(Eligible, "when one was answered")
+			for _, r := range open[1:] {
+				r.Abort(b.now)
+			}
+			seconds(b, 20, 0)
+			b.wantAvoid(Eligible, "when all have left")
+		})
+	}
+}
+
 // An engine that has no counter which work moves can't be caught.
 func TestHangGuardNeedsCounters(t *testing.T) {
 	b := newBench(t, Config{})
