@@ -3,8 +3,13 @@
 package fleet
 
 import (
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -119,6 +124,38 @@ func TestModelsAreAskedForAfterNotFound(t *testing.T) {
 	}
 	if n := e.asked.Load(); n != 2 {
 		t.Errorf("asked %d times", n)
+	}
+}
+
+// An engine can't make a list of models that takes more room than is meant for it.
+func TestListOfModelsIsBounded(t *testing.T) {
+	var sent atomic.Int64
+	var endless atomic.Bool
+	engine := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, `{"data":[{"id":"m"}`)
+		for i := 0; endless.Load() || i < 2*maxModels; i++ {
+			n, err := fmt.Fprintf(w, `,{"id":"model-%d","parent":"m"}`, i)
+			if sent.Add(int64(n)); err != nil {
+				return
+			}
+		}
+		_, _ = io.WriteString(w, `]}`)
+	}))
+	defer engine.Close()
+	f := NewRegistry().New(Config{API: &API{
+		Client: engine.Client(), Base: func(string) (string, bool) { return engine.URL, true },
+	}}, []string{"a"})
+	models, err := f.modelsOf(t.Context(), "a")
+	if err != nil || len(models) != maxModels {
+		t.Errorf("%d of %d models are kept: %v", len(models), 2*maxModels, err)
+	}
+	endless.Store(true)
+	sent.Store(0)
+	if models, err = f.modelsOf(t.Context(), "a"); err == nil {
+		t.Errorf("an endless list is taken for %d models", len(models))
+	}
+	if n := sent.Load(); n < maxModelsPage || n > 3*maxModelsPage { // what the system buffers was sent, too
+		t.Errorf("%d bytes of an endless list were sent, want about %d", n, maxModelsPage)
 	}
 }
 
