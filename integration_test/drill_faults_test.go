@@ -236,7 +236,7 @@ var faults = []drill{
 		disturb: func(x *exercise) { inParallel(sized(40, 500), 500, x.sendSlowly) },
 	},
 	{
-		number: "26", name: fmt.Sprintf("four bodies of %d MiB at once", sized(256, 1024)), compare: true, seldom: true, policy: "max_body 4MiB",
+		number: "26", name: fmt.Sprintf("four bodies of %d MiB at once", sized(256, 1024)), compare: true, seldom: true, policy: "max_body 4MiB", memory: memoryOf(4, 0, 4<<20),
 		engine: func(_ int, c *enginesim.ServerConfig) { c.KeepBody = 8 << 20 },
 		disturb: func(x *exercise) {
 			inParallel(4, 4, func(int) {
@@ -250,13 +250,13 @@ var faults = []drill{
 		},
 	},
 	{
-		number: "27", name: fmt.Sprintf("%d distinct prompts", sized(5000, 100_000)),
+		number: "27", name: fmt.Sprintf("%d distinct prompts", sized(5000, 100_000)), memory: memoryOf(48, 0, 300),
 		disturb: func(x *exercise) {
 			inParallel(sized(5000, 100_000), 48, func(i int) { x.expect(ask(text(fmt.Sprint("prompt ", i), 300))) })
 		},
 	},
 	{
-		number: "28", name: "200 distinct prompts of 200 kB at once", compare: true, seldom: true,
+		number: "28", name: "200 distinct prompts of 200 kB at once", compare: true, seldom: true, memory: memoryOf(200, 0, 200_000),
 		engine: func(_ int, c *enginesim.ServerConfig) { c.PrefillRate = 1e6 },
 		disturb: func(x *exercise) {
 			inParallel(200, 200, func(i int) { x.expect(ask(text(fmt.Sprint("flood ", i), 200_000))) })
@@ -287,7 +287,7 @@ var faults = []drill{
 		},
 	},
 	{
-		number: "31a", name: fmt.Sprintf("all saturated: %d wait, abort at once, recover", sized(300, 10_000)), memory: sized(300, 1000), compare: true, seldom: true,
+		number: "31a", name: fmt.Sprintf("all saturated: %d wait, abort at once, recover", sized(300, 10_000)), memory: memoryOf(24, sized(300, 10_000), sized(20_000, 2000)), compare: true, seldom: true,
 		engine:  func(_ int, c *enginesim.ServerConfig) { c.MaxSeqs = 8 },
 		disturb: saturate,
 	},
@@ -333,6 +333,14 @@ var faults = []drill{
 			_ = doomed.cmd.Wait() // it was killed
 		},
 	},
+}
+
+// memoryOf is what Caddy may take by the formula in docs/reliability.md, in MiB: with so many requests of
+// so many bytes sent at once besides the load, and so many that wait.
+func memoryOf(sent, waiting, bytes int) int {
+	const idle, connections, connection = 90 << 20, 100 << 10, 55 << 10
+	load := (streamClients + shortClients) * (systemBytes + questionBytes + connections)
+	return (idle + load + sent*(bytes+connections) + waiting*(bytes+connection)) >> 20
 }
 
 // metricsDrill has the metrics pages of one or of all replicas go wrong for a while.

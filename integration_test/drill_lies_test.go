@@ -47,7 +47,7 @@ var lies = []drill{
 		front: func(x *exercise, s *enginesim.Server) string { return x.stuckFront(s) },
 		disturb: func(x *exercise) {
 			x.faulty.Store(true)
-			time.Sleep(time.Duration(sized(4, 10)) * time.Second)
+			time.Sleep(4 * time.Second)
 			x.note = fmt.Sprintf("; %d of %d clients hang", x.pending.Load(), streamClients+shortClients)
 		},
 		mend: func(x *exercise) { x.faulty.Store(false) },

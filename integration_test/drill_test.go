@@ -665,10 +665,11 @@ func (p *proxy) goroutines() int {
 	return n
 }
 
-// Marks around the table in the documentation.
+// Marks around the tables in the documentation.
 const (
 	reliabilityPage = "../docs/reliability.md"
 	tableBegin      = "<!-- table of TestDrills -->\n"
+	fullTableBegin  = "<!-- table of TestDrills at full size -->\n"
 	tableEnd        = "<!-- end of table -->\n"
 )
 
@@ -708,7 +709,11 @@ func report(t *testing.T, rows []outcome) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	head, rest, begins := strings.Cut(string(page), tableBegin)
+	mark := tableBegin
+	if full {
+		mark = fullTableBegin
+	}
+	head, rest, begins := strings.Cut(string(page), mark)
 	table, tail, ends := strings.Cut(rest, tableEnd)
 	if !begins || !ends {
 		t.Fatalf("%s lacks the marks of the table", reliabilityPage)
@@ -719,7 +724,7 @@ func report(t *testing.T, rows []outcome) {
 			lines[number] = line
 		}
 	}
-	if err := os.WriteFile(reliabilityPage, []byte(head+tableBegin+tableOf(lines)+tableEnd+tail), 0o644); err != nil {
+	if err := os.WriteFile(reliabilityPage, []byte(head+mark+tableOf(lines)+tableEnd+tail), 0o644); err != nil {
 		t.Fatal(err)
 	}
 }

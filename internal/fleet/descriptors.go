@@ -20,8 +20,8 @@ const (
 // connection. Where it can't, attempts that need a new connection fail, and that
 // says nothing about the replica. It is safe for concurrent use.
 type descriptors struct {
-	looked  atomic.Int64 // when, in Unix nanoseconds
-	missing atomic.Int64 // when none was left the last time
+	looked  atomic.Int64 // when, in nanoseconds since epoch; 0 for never
+	missing atomic.Int64 // when none was left the last time, likewise
 }
 
 // short tells whether no descriptor is left. To look takes about a microsecond.
@@ -30,8 +30,8 @@ func (g *Registry) short(now time.Time) bool {
 		return false
 	}
 	d := &g.descriptors
-	at, looked := now.UnixNano(), d.looked.Load()
-	if since := at - looked; since >= 0 && since < int64(lookAgain) {
+	at, looked := int64(now.Sub(epoch)), d.looked.Load()
+	if since := at - looked; looked != 0 && since >= 0 && since < int64(lookAgain) {
 		return d.missing.Load() == looked
 	}
 	d.looked.Store(at)
@@ -44,7 +44,11 @@ func (g *Registry) short(now time.Time) bool {
 
 // toBlame tells whether a failure that was just heard of may be due to that.
 func (g *Registry) toBlame(now time.Time) bool {
-	return g.short(now) || g.Exhausted != nil && now.UnixNano()-g.descriptors.missing.Load() < int64(blameFor)
+	if g.short(now) {
+		return true
+	}
+	missing := g.descriptors.missing.Load()
+	return missing != 0 && int64(now.Sub(epoch))-missing < int64(blameFor)
 }
 
 // connections estimates how many connections to one replica are open: as many
