@@ -47,13 +47,15 @@ Mooncake traces (timestamp, input_length, output_length, hash_ids), of chat
 sessions (timestamp, input, output, session_id) or of a request log (timestamp,
 path, body). Sessions are played as a closed loop: a request comes when the one
 before it was answered and the recorded time to think has passed. Without a trace
-a made-up workload of chats and long single prompts is played.
+a made-up workload is played: chats and long single prompts, as a closed loop, or
+what --workload names.
 
 Policies of this module take settings, such as kv_cache_aware:match_weight=2.
 `
 
 const replayExample = `  $ caddy kv-cache replay conversation.jsonl --replicas 6 --blocks 30000
   $ caddy kv-cache replay conversation.jsonl --rate 1.6 --seeds 5 --report out.html
+  $ caddy kv-cache replay --workload documents --rate 2
   $ caddy kv-cache replay --policy kv_cache_aware --policy kv_cache_aware:room=1h --policy oracle
   $ caddy kv-cache replay sessions/ --copies 300 --ramp 5m --change restart:2@90s
   $ caddy kv-cache replay conversation.jsonl --prefill-rate 10000,10000,20000,20000`
@@ -70,7 +72,7 @@ type replayFlags struct {
 	rate                         float64
 	seeds, copies, limit, chats  int
 	seed                         uint64
-	report, plot                 string
+	workload, report, plot       string
 	json                         bool
 }
 
@@ -100,7 +102,8 @@ func newReplay() *cobra.Command {
 	flags.IntVar(&f.copies, "copies", 1, "times each session is played, with its own text each time")
 	flags.DurationVar(&f.ramp, "ramp", 0, "time over which sessions start (default: as recorded)")
 	flags.IntVar(&f.limit, "limit", 0, "requests of a trace without sessions to play (default: all)")
-	flags.IntVar(&f.chats, "chats", 400, "conversations of the made-up workload")
+	flags.StringVar(&f.workload, "workload", chats, "made-up workload to play without a trace: "+strings.Join(workloads(), ", "))
+	flags.IntVar(&f.chats, "chats", 400, "conversations of the workload chats")
 	flags.StringVar(&f.report, "report", "", "write a page with plots to this file")
 	flags.StringVar(&f.plot, "plot", "", "write the plot of times to first token to this file (SVG)")
 	flags.BoolVar(&f.json, "json", false, "print a JSON object per policy")
@@ -123,6 +126,11 @@ func (f *replayFlags) complete(cmd *cobra.Command) {
 	for _, c := range replay.Contenders {
 		names = append(names, cobra.CompletionWithDesc(c.Name, c.About))
 	}
+	known := []cobra.Completion{cobra.CompletionWithDesc(chats, "conversations under a few system prompts, and long single prompts")}
+	for _, k := range trace.Kinds {
+		known = append(known, cobra.CompletionWithDesc(k.Name, k.About))
+	}
+	register(cmd, "workload", cobra.FixedCompletions(known, cobra.ShellCompDirectiveNoFileComp))
 	register(cmd, "policy", cobra.FixedCompletions(names, cobra.ShellCompDirectiveNoFileComp))
 }
 
@@ -146,7 +154,7 @@ func (f *replayFlags) play(ctx context.Context, args []string, typed string, out
 	if err != nil {
 		return err
 	}
-	report := replay.Report{Title: "Made-up chats", Seeds: f.seeds, Command: typed}
+	report := replay.Report{Title: "Made-up " + f.workload, Seeds: f.seeds, Command: typed}
 	if len(args) > 0 {
 		report.Title = filepath.Base(args[0])
 	}
@@ -257,9 +265,11 @@ func (f *replayFlags) engines() ([]enginesim.Config, error) {
 // load reads the trace or makes the workload, and says what was left out.
 func (f *replayFlags) load(args []string) (*replay.Traffic, string, error) {
 	if len(args) == 0 {
-		w := trace.Workload{Seed: f.seed, Chats: f.chats}
-		t, err := replay.Load(nil, w.Sessions(), f.blockTokens...)
+		t, err := f.makeUp()
 		return t, "", err
+	}
+	if f.workload != chats {
+		return nil, "", fmt.Errorf("a trace, %s, and --workload %s were given, but only one of them can be played", args[0], f.workload)
 	}
 	recorded, err := trace.Open(args[0])
 	if err != nil {
@@ -275,6 +285,30 @@ func (f *replayFlags) load(args []string) (*replay.Traffic, string, error) {
 	}
 	t, err := replay.Load(limited(recorded.Requests(), f.limit), nil, f.blockTokens...)
 	return t, skipped, err
+}
+
+// chats is the workload that is played when no other is asked for.
+const chats = "chats"
+
+// workloads are the names of all.
+func workloads() []string {
+	names := []string{chats}
+	for _, k := range trace.Kinds {
+		names = append(names, k.Name)
+	}
+	return names
+}
+
+func (f *replayFlags) makeUp() (*replay.Traffic, error) {
+	if f.workload == chats {
+		w := trace.Workload{Seed: f.seed, Chats: f.chats}
+		return replay.Load(nil, w.Sessions(), f.blockTokens...)
+	}
+	kind, found := trace.KindNamed(f.workload)
+	if !found {
+		return nil, fmt.Errorf("--workload: there is no %q, only %s", f.workload, strings.Join(workloads(), ", "))
+	}
+	return replay.Load(limited(kind.Requests(f.seed), f.limit), nil, f.blockTokens...)
 }
 
 // leftOut lists what a trace held that can't be played.

@@ -95,6 +95,8 @@ func TestReplayFaults(t *testing.T) {
 		{"change", []string{"--change", "explode:1@2s"}, []string{"--change", "explode"}},
 		{"replica of a change", []string{"--change", "leave:7@2s"}, []string{"7", "0 to 5"}},
 		{"copies without sessions", []string{"--copies", "3", write("t.jsonl", good)}, []string{"copies is 3"}},
+		{"workload", []string{"--workload", "games"}, []string{`"games"`, "chats, tools, documents"}},
+		{"workload beside a trace", []string{"--workload", "tools", write("t.jsonl", good)}, []string{"t.jsonl", "--workload tools", "only one"}},
 		{"unwritable report", []string{"--chats", "3", "--policy", "least_conn", "--report", filepath.Join(t.TempDir(), "no", "out.html")}, []string{"out.html"}},
 	} {
 		_, err := execute(t, "", append([]string{"replay"}, c.args...)...)
