@@ -40,8 +40,10 @@ type KVCacheAware struct {
 	// Higher follows the cache more, lower spreads load more. Default: 5.
 	MatchWeight float64 `json:"match_weight,omitempty"`
 
-	// What one request in flight at a replica counts, in tokens of queue:
-	// sequences that decode slow every step of the engine. Default: 500.
+	// What one request in flight at a replica counts at most, in tokens of
+	// queue. It counts as much as the prompt to be placed has to compute there,
+	// which holds up the sequences that decode, but no less than a quarter of
+	// this. Default: 400.
 	RequestCost float64 `json:"request_cost,omitempty"`
 
 	// How many bytes of a request's body are looked at, at most. What is beyond

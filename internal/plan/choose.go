@@ -39,7 +39,7 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(r.offers[i].uncached, s.Rule.MatchWeight)
+		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		if cost < least {
 			at, least, second = i, cost, least
@@ -103,7 +103,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 			continue
 		}
 		uncached := r.offers[i].uncached
-		cost := s.Rule.cost(l.queue, uncached, l.inFlight, max(0, uncached-l.free), l.load.Pace)
+		cost := s.Rule.cost(l.queue, uncached, l.inFlight, max(0, uncached-l.free), l.load.Pace, r.toOthers)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

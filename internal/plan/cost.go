@@ -13,16 +13,20 @@ import "math"
 type Rule struct {
 	// MatchWeight is what recomputing one token counts against one token of
 	// queue: more than 1, because recomputing delays everyone behind as well
-	// and displaces what others would hit.
+	// and displaces what others would hit. The others get that back where a
+	// prefix is asked for so often that they will hit it: of what is above 1,
+	// half is left when each replica may expect five requests for it.
 	MatchWeight float64
-	// PerRequest is what one request in flight counts, in tokens: sequences
-	// that decode slow every step.
+	// PerRequest is the most that one request in flight counts, in tokens. Those
+	// that decode slow every step, and every token computed there holds them up:
+	// so each counts as much as this prompt has to compute, but no less than a
+	// quarter of PerRequest.
 	PerRequest float64
 }
 
 // Default is the rule used when nothing is configured; docs/choice.md tells
 // where its figures come from.
-var Default = Rule{MatchWeight: 5, PerRequest: 500}
+var Default = Rule{MatchWeight: 5, PerRequest: 400}
 
 // Candidate is one replica that could serve a request.
 type Candidate struct {
@@ -38,6 +42,9 @@ type Candidate struct {
 	// Pace is the replica's prefill rate relative to the fleet's mean; 1 if
 	// unknown.
 	Pace float64
+	// Reuse is how many requests of the last minutes asked for what replicas
+	// hold of the prompt, for each replica: those that the next minutes bring.
+	Reuse float64
 	// KVFree is 1 - the engine's KV usage, and 1 where it is unknown.
 	KVFree float64
 	// Spare is the share of its cache that is believed to hold nothing yet.
@@ -54,11 +61,20 @@ type Candidate struct {
 // weighed by the pace, each match weight above 1 would pile that much more work
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
-	return r.cost(c.Queue, c.Uncached, c.InFlight, c.pressure(), c.Pace)
+	return r.cost(c.Queue, c.Uncached, c.InFlight, c.pressure(), c.Pace, r.toOthers(c.Reuse))
 }
 
-func (r Rule) cost(queue, uncached, inFlight, pressure, pace float64) float64 {
-	return (queue+uncached+r.PerRequest*inFlight+pressure)/pace + (r.MatchWeight-1)*uncached
+func (r Rule) cost(queue, uncached, inFlight, pressure, pace, toOthers float64) float64 {
+	return (queue+uncached+r.perRequest(uncached)*inFlight+pressure)/pace + toOthers*uncached
+}
+
+// toOthers is what others lose by a token that is computed again.
+func (r Rule) toOthers(reuse float64) float64 {
+	return (r.MatchWeight - 1) / (1 + reuse/reuseToHalve)
+}
+
+func (r Rule) perRequest(uncached float64) float64 {
+	return min(r.PerRequest, max(r.PerRequest/4, uncached))
 }
 
 // pressure is how many tokens of KV cache must be freed for the request.

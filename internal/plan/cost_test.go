@@ -18,7 +18,14 @@ func reference(r Rule, cs []Candidate) int {
 		if c.Uncached > c.Free {
 			preempted = c.Uncached - c.Free
 		}
-		return (c.Queue+c.Uncached+r.PerRequest*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached
+		each := r.PerRequest // of those in flight
+		switch {
+		case c.Uncached < r.PerRequest/4:
+			each = r.PerRequest / 4
+		case c.Uncached < r.PerRequest:
+			each = c.Uncached
+		}
+		return (c.Queue+c.Uncached+each*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached*5/(5+c.Reuse)
 	}
 	var places []int
 	least := math.Inf(1)
@@ -51,6 +58,7 @@ func anyCandidate(rng *rand.Rand) Candidate {
 		Free:       pick(math.Inf(1), math.Inf(1), 0, 1000, -100),
 		InFlight:   pick(0, 1, 2, 30),
 		Pace:       pick(1, 1, 1, 0.5, 2),
+		Reuse:      pick(0, 0, 0.2, 5, 100),
 		KVFree:     pick(1, 1, 0.96, 0.5, rng.Float64()),
 		Spare:      pick(1, 1, 0.995, 0.5, rng.Float64()),
 		Rendezvous: rng.Uint64(),
@@ -125,6 +133,15 @@ func TestTies(t *testing.T) {
 			with(func(c *Candidate) { c.Uncached = 16; c.Queue = 10_000 }), idle,
 		}, 1},
 		{"requests in flight count", []Candidate{with(func(c *Candidate) { c.InFlight = 1; c.Rendezvous = 9 }), idle}, 1},
+		{"they keep no short prompt from its cache", []Candidate{
+			with(func(c *Candidate) { c.Uncached, c.InFlight = 16, 10 }), with(func(c *Candidate) { c.Uncached = 400 }),
+		}, 0},
+		{"but count, however little there is to compute", []Candidate{
+			with(func(c *Candidate) { c.Uncached, c.InFlight = 16, 30 }), with(func(c *Candidate) { c.Uncached = 400 }),
+		}, 1},
+		{"what is asked for often is held by more", []Candidate{
+			with(func(c *Candidate) { c.Uncached, c.Queue, c.Reuse = 16, 2500, 20 }), with(func(c *Candidate) { c.Reuse = 20 }),
+		}, 1},
 		{"a full cache counts", []Candidate{with(func(c *Candidate) { c.Free, c.Rendezvous = 100, 9 }), idle}, 1},
 		{"a faster one may have more queued", []Candidate{
 			with(func(c *Candidate) { c.Queue, c.Pace = c.Uncached/2, 2 }), with(func(c *Candidate) { c.Rendezvous = 9 }),

@@ -27,7 +27,7 @@ func (c Costs) Total() float64 { return c.Queue + c.Compute + c.Requests + c.Pre
 func (r Rule) Costs(c *Candidate) Costs {
 	costs := Costs{
 		Queue:    c.Queue / c.Pace,
-		Requests: r.PerRequest * c.InFlight / c.Pace,
+		Requests: r.perRequest(c.Uncached) * c.InFlight / c.Pace,
 		Pressure: c.pressure() / c.Pace,
 		Pace:     c.Pace,
 	}
@@ -65,6 +65,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 	defer s.mu.Unlock()
 	s.lanes.next(now)
 	s.match(r)
+	s.expect(r, s.reuses.before(r.prefix(), now))
 	c, fits := s.choose(r)
 	f := Forecast{
 		Choice:  c,
@@ -80,7 +81,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		l := s.lanes.at(r, at)
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
-			Queue: l.queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight, Pace: l.load.Pace,
+			Queue: l.queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight, Pace: l.load.Pace, Reuse: r.reuse,
 		})
 	}
 	return f

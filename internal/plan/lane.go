@@ -18,18 +18,16 @@ const oneBatch = 2048
 // has added so far. What an event reads for each request that waits and each
 // lane comes first, and fits a cache line.
 type lane struct {
-	epoch   uint64
-	base    float64 // cost of a request that has nothing to compute
-	perUnit float64 // cost of a token to compute, above Rule.MatchWeight - 1
-	free    float64 // tokens of KV cache
-	best    bool    // nothing speaks against it, see strictest
+	epoch    uint64
+	perUnit  float64 // cost of a token that takes the replica's time
+	queue    float64 // tokens
+	inFlight float64
+	free     float64 // tokens of KV cache
+	best     bool    // nothing speaks against it, see strictest
 
 	planned bool    // more was added since it was read
-	queue   float64 // tokens
 	roomy   float64 // queue at or below this: more may be sent
-
-	inFlight float64
-	load     fleet.Reading
+	load    fleet.Reading
 }
 
 // hasRoom tells whether the replica can be sent more.
@@ -38,20 +36,14 @@ func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 // kvFree is as in [Candidate].
 func (l *lane) kvFree() float64 { return 1 - l.load.KVUsage.Value }
 
-// weigh brings what a request costs there up to date.
-func (l *lane) weigh(rule Rule) {
-	l.base = rule.cost(l.queue, 0, l.inFlight, 0, l.load.Pace)
-	l.perUnit = 1 / l.load.Pace
-}
-
 // cost is Rule.Cost of a request with so much to compute.
-func (l *lane) cost(uncached, matchWeight float64) float64 {
-	return l.base + l.perUnit*(uncached+max(0, uncached-l.free)) + (matchWeight-1)*uncached
+func (l *lane) cost(rule *Rule, uncached, toOthers float64) float64 {
+	busy := l.queue + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
+	return l.perUnit*busy + toOthers*uncached
 }
 
 // lanes are the replicas' states at one event.
 type lanes struct {
-	rule   *Rule
 	terms  *Terms
 	epoch  uint64
 	now    time.Time
@@ -109,7 +101,7 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 		l.roomy = -1
 	}
 	l.best = strictest.allows(&l.load.Load, false, true)
-	l.weigh(*s.rule)
+	l.perUnit = 1 / l.load.Pace
 }
 
 // reread takes in what has been sent to a replica, and keeps what is planned
@@ -121,7 +113,6 @@ func (s *lanes) reread(p *fleet.Replica) {
 	if planned != 0 {
 		l.planned = true
 		l.queue += planned
-		l.weigh(*s.rule)
 	}
 }
 
@@ -131,7 +122,6 @@ func (s *lanes) add(l *lane, uncached float64) {
 	l.queue += uncached
 	l.inFlight++
 	l.free -= uncached
-	l.weigh(*s.rule)
 }
 
 // strictness says which replicas are good enough. The strictest set that is

@@ -41,6 +41,9 @@ type Request struct {
 	offers  []offer   // by place in Replicas
 	matched time.Time // when both were looked up
 
+	reuse    float64 // as in [Candidate], when it arrived
+	toOthers float64 // what a token computed again takes from them
+
 	arrived time.Time
 	ready   chan struct{}
 	bound   bool // sent, refused or gone

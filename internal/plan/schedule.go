@@ -45,9 +45,10 @@ type Scheduler struct {
 	index *residency.Index
 	held  atomic.Int64 // how many wait; read without the lock
 
-	mu    sync.Mutex
-	line  line
-	lanes lanes
+	mu     sync.Mutex
+	line   line
+	lanes  lanes
+	reuses reuses
 
 	// room for what one event needs
 	order   []*Request
@@ -60,7 +61,7 @@ type Scheduler struct {
 // NewScheduler returns a scheduler for the replicas of an index.
 func NewScheduler(index *residency.Index) *Scheduler {
 	s := &Scheduler{Rule: Default, Terms: DefaultTerms, index: index}
-	s.line.terms, s.lanes.terms, s.lanes.rule = &s.Terms, &s.Terms, &s.Rule
+	s.line.terms, s.lanes.terms = &s.Terms, &s.Terms
 	return s
 }
 
@@ -72,6 +73,7 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	s.lanes.next(now)
 	r.arrived, r.bound, r.ready = now, false, nil // it may be used again
 	s.match(r)
+	s.expect(r, s.reuses.ask(r.prefix(), now))
 	c, fits := s.choose(r)
 	if c.Index < 0 || fits && s.line.len() == 0 {
 		s.send(r, c)
@@ -90,6 +92,12 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	}
 	s.held.Store(int64(s.line.len()))
 	return r.bound
+}
+
+// expect takes in how many requests of late asked for what is held of the prompt.
+func (s *Scheduler) expect(r *Request, asked float64) {
+	r.reuse = asked / float64(max(1, len(r.Replicas)))
+	r.toOthers = s.Rule.toOthers(r.reuse)
 }
 
 // Leave takes a waiting request out: its client left. It reports whether the

@@ -8,6 +8,7 @@ import (
 	"encoding/xml"
 	"errors"
 	"io"
+	"iter"
 	"math"
 	"strings"
 	"testing"
@@ -121,6 +122,44 @@ func TestChats(t *testing.T) {
 	for _, ours := range []string{"kv_cache_aware", "prefix_hash"} {
 		if Compare(by[ours], by["round_robin"], hitRate) != Higher {
 			t.Errorf("hit rate is %.3f with %s, %.3f with round_robin", by[ours].Mean.HitRate, ours, by["round_robin"].Mean.HitRate)
+		}
+	}
+}
+
+// No rule that a user can install does better by much on traffic of any kind,
+// and none does as well on all of it.
+func TestKinds(t *testing.T) {
+	others := []string{"least_conn", "match_or_balance", "weighted_scores", "overlap_and_load"}
+	behind := make(map[string]bool)
+	for _, kind := range trace.Kinds {
+		traffic, err := Load(first(1200, kind.Requests(1)), nil, 16)
+		if err != nil {
+			t.Fatal(err)
+		}
+		by := study(t, traffic, Setup{Engines: replicas(6)}, append(others, "kv_cache_aware")...)
+		ours := by["kv_cache_aware"]
+		for _, other := range others {
+			if m, o := ours.Mean.Mean, by[other].Mean.Mean; m > 1.1*o {
+				t.Errorf("%s: mean TTFT is %.3f s with kv_cache_aware, %.3f with %s", kind.Name, m, o, other)
+			}
+			if Compare(ours, by[other], meanTTFT) == Lower {
+				behind[other] = true
+			}
+		}
+	}
+	for _, other := range others {
+		if !behind[other] {
+			t.Errorf("%s is level with kv_cache_aware on everything", other)
+		}
+	}
+}
+
+func first(n int, requests iter.Seq2[trace.Request, error]) iter.Seq2[trace.Request, error] {
+	return func(yield func(trace.Request, error) bool) {
+		for r, err := range requests {
+			if n--; n < 0 || !yield(r, err) {
+				return
+			}
 		}
 	}
 }

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import "time"
+
+// What a token computed again takes from others is halved for a prefix of
+// which each replica may expect so many requests, see [Rule].
+const reuseToHalve = 5
+
+// reuseSlots bounds how many prefixes are followed at once.
+const reuseSlots = 4096
+
+// reuses follows how often prefixes were asked for within the last minutes. A
+// prefix is named by the hash of its last block; where two meet in one slot,
+// the one that is asked for more often keeps it, and the other counts as new.
+type reuses [reuseSlots]reuse
+
+type reuse struct {
+	prefix uint64
+	asked  fading
+}
+
+// ask counts a request for the prefix, and returns how many there were before.
+func (u *reuses) ask(prefix uint64, now time.Time) float64 {
+	if prefix == nothing {
+		return 0
+	}
+	slot := &u[prefix%reuseSlots]
+	before := slot.asked.add(0, now)
+	if slot.prefix != prefix {
+		if before >= 1 {
+			return 0
+		}
+		*slot, before = reuse{prefix: prefix, asked: fading{at: now}}, 0
+	}
+	slot.asked.sum++
+	return before
+}
+
+// before returns how many requests for the prefix there were.
+func (u *reuses) before(prefix uint64, now time.Time) float64 {
+	slot := u[prefix%reuseSlots]
+	if prefix == nothing || slot.prefix != prefix {
+		return 0
+	}
+	return slot.asked.add(0, now)
+}
+
+// nothing is the prefix of a prompt of which no replica holds a block.
+const nothing = 0
+
+// prefix is the hash of the last block of the prompt that any replica holds.
+func (r *Request) prefix() uint64 {
+	var longest int32
+	for i := range r.offers {
+		longest = max(longest, r.offers[i].blocks)
+	}
+	if longest == 0 {
+		return nothing
+	}
+	return r.Chain[longest-1]
+}
