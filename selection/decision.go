@@ -270,9 +270,22 @@ func (d *decision) send(a *attempt, now time.Time) {
 	a.expected = a.waited + prefillTime(l.Queue, l.Rate)
 	if d.over { // the client left while we chose
 		a.Abort(now)
+	}
+}
+
+// land books what the latest attempt's replica will hold. It is called once for
+// each attempt, before the request goes its way.
+func (d *decision) land() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.muted {
 		return
 	}
-	a.replica.Holds(d.prompt.Chain)
+	a := d.latest()
+	if !d.over {
+		a.replica.Holds(d.prompt.Chain)
+	}
+	a.Land()
 }
 
 // end books the end of the request, whose context is done: the response has

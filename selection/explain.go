@@ -169,7 +169,7 @@ func (o onlooker) Open(i int) bool {
 }
 
 // Send implements plan.Caller.
-func (onlooker) Send(plan.Choice) {}
+func (onlooker) Send(plan.Choice) (late *fleet.Reservation) { return nil }
 
 // explain tells where a request would go and why.
 func (p *PrefixHash) explain(r *http.Request) *admin.Explanation {

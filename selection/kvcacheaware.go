@@ -213,6 +213,9 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 		}
 	}
 	upstream := a.upstream
+	if upstream != nil {
+		d.land()
+	}
 	if a.Holder != nil {
 		a.prefix.Prune()
 	}
@@ -334,10 +337,10 @@ func (a *asking) Open(i int) bool {
 func (a *asking) Tried(i int) bool { return a.decision.tried(a.Replicas[i]) }
 
 // Send implements plan.Caller.
-func (a *asking) Send(c plan.Choice) {
+func (a *asking) Send(c plan.Choice) (late *fleet.Reservation) {
 	a.choice = c
 	if c.Index < 0 {
-		return
+		return nil
 	}
 	a.upstream = a.pool[c.Index]
 	replica := a.Replicas[c.Index]
@@ -363,6 +366,10 @@ func (a *asking) Send(c plan.Choice) {
 	if a.session != "" {
 		a.policy.pins.put(a.session, a.decision.seed, replica.Addr)
 	}
+	if a.decision.muted {
+		return nil
+	}
+	return &at.Reservation
 }
 
 // rankAt is the data-parallel rank of a replica that holds the prompt, empty

@@ -197,6 +197,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 		},
 	}
 	d.send(a, start)
+	d.land()
 	p.note(r, d, start)
 	if len(candidates.at) < len(pool) {
 		p.noteAvoided(d, pool, start)

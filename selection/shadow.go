@@ -163,6 +163,7 @@ func (p *KVCacheAware) selectOther(d *decision, pool reverseproxy.UpstreamPool, 
 		},
 	}
 	d.send(at, now)
+	d.land()
 	if len(d.attempts) == 1 && f.Index >= 0 {
 		p.shadow.Decided(f.Index == i, at.Prompt, prospectOf(&made), prospectOf(&f.Options[f.Index]))
 	}

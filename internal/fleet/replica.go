@@ -136,6 +136,7 @@ type Reservation struct {
 	past     bool
 	place    int // in inUse, from 1
 	once     sync.Once
+	landed   atomic.Bool
 }
 
 // Replica tells where the reservation was made.
@@ -158,6 +159,12 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	p.inUse.take(r)
 	p.meanUncached += (r.Uncached - p.meanUncached) / 16
 }
+
+// Land notes that the prompt's blocks are booked with Holds, or never will be.
+func (r *Reservation) Land() { r.landed.Store(true) }
+
+// Landed tells whether Land was called.
+func (r *Reservation) Landed() bool { return r.landed.Load() }
 
 // Finish books that the engine answered. It is idempotent with Abort: the
 // first call counts.

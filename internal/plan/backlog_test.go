@@ -78,10 +78,11 @@ type booking struct {
 func (c *booking) Open(int) bool  { return true }
 func (c *booking) Tried(int) bool { return false }
 
-func (c *booking) Send(choice Choice) {
+func (c *booking) Send(choice Choice) (late *fleet.Reservation) {
 	c.at = choice.Index
 	c.reservation = &fleet.Reservation{Prompt: c.Tokens, Uncached: choice.Uncached, Hit: choice.Hit}
 	c.Replicas[c.at].Reserve(c.reservation, *c.now)
 	c.Replicas[c.at].Holds(c.Chain)
 	*c.booked = append(*c.booked, c)
+	return nil
 }

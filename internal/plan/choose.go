@@ -9,7 +9,9 @@ import (
 
 // match looks up which replicas hold how much of the prompt.
 func (s *Scheduler) match(r *Request) {
+	s.landing.forget()
 	r.blocks = s.index.Match(r.Chain, r.blocks[:0])
+	s.landing.addTo(r.blocks, r.Chain)
 	r.matched = s.lanes.now
 	r.offers = slices.Grow(r.offers[:0], len(r.Replicas))[:len(r.Replicas)]
 	for i, p := range r.Replicas {

@@ -47,12 +47,13 @@ type passerBy struct {
 
 func (p *passerBy) Open(i int) bool { return i != p.closed }
 func (p *passerBy) Tried(int) bool  { return false }
-func (p *passerBy) Send(c Choice) {
+func (p *passerBy) Send(c Choice) (late *fleet.Reservation) {
 	p.got = c
 	if c.Index >= 0 {
 		p.replicas[c.Index].Reserve(&fleet.Reservation{Prompt: 1000, Uncached: c.Uncached, Hit: c.Hit}, time.Unix(1000, 0))
 		p.replicas[c.Index].Holds(p.chain)
 	}
+	return nil
 }
 
 // TestExplainIsWhatSubmitDoes asks before each of many requests, and compares.

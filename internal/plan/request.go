@@ -65,8 +65,10 @@ type Caller interface {
 	Open(i int) bool
 	// Tried tells whether an attempt of the request failed there.
 	Tried(i int) bool
-	// Send books the choice on its replica, so that the next choice sees it.
-	Send(Choice)
+	// Send books the choice on its replica, so that the next choice sees it. It
+	// may leave the prompt's blocks for when the scheduler's lock is free, and
+	// then returns the reservation that is to land.
+	Send(Choice) (late *fleet.Reservation)
 }
 
 // Holder knows from the engines themselves what replicas hold of a request's

@@ -45,10 +45,11 @@ type Scheduler struct {
 	index *residency.Index
 	held  atomic.Int64 // how many wait; read without the lock
 
-	mu     sync.Mutex
-	line   line
-	lanes  lanes
-	reuses reuses
+	mu      sync.Mutex
+	line    line
+	lanes   lanes
+	reuses  reuses
+	landing landing
 
 	// room for what one event needs
 	order   []*Request
@@ -231,7 +232,9 @@ func (s *Scheduler) giveUp(r *Request, c Choice) {
 func (s *Scheduler) send(r *Request, c Choice) {
 	c.Waited = s.lanes.now.Sub(r.arrived)
 	r.bound = true
-	r.Caller.Send(c)
+	if late := r.Caller.Send(c); late != nil {
+		s.landing = append(s.landing, late)
+	}
 	if c.Index >= 0 {
 		s.lanes.reread(r.Replicas[c.Index])
 	}

@@ -86,6 +86,15 @@ type caller struct {
 	tried  map[int]bool
 	sent   int
 	choice Choice
+
+	late        bool // its blocks are not in the index before it lands
+	reservation *fleet.Reservation
+}
+
+// land puts a late one's blocks into the index.
+func (c *caller) land() {
+	c.Replicas[c.choice.Index].Holds(c.Chain)
+	c.reservation.Land()
 }
 
 func (w *world) caller(tokens float64, chain ...uint64) *caller {
@@ -101,21 +110,26 @@ func (w *world) caller(tokens float64, chain ...uint64) *caller {
 func (c *caller) Open(i int) bool  { return !c.closed[i] }
 func (c *caller) Tried(i int) bool { return c.tried[i] }
 
-func (c *caller) Send(choice Choice) {
+func (c *caller) Send(choice Choice) (late *fleet.Reservation) {
 	c.sent++
 	c.choice = choice
 	if choice.Index < 0 {
-		return
+		return nil
 	}
-	r := &fleet.Reservation{Prompt: c.Tokens, Uncached: choice.Uncached, Hit: choice.Hit}
+	r := &fleet.Reservation{Prompt: c.Tokens, Uncached: choice.Uncached, Hit: choice.Hit, Chain: c.Chain}
 	c.Replicas[choice.Index].Reserve(r, c.world.now)
-	c.Replicas[choice.Index].Holds(c.Chain)
 	if choice.Index < len(c.world.engines) {
 		e := c.world.engines[choice.Index]
 		if e.queue = append(e.queue, r); len(e.queue) == 1 {
 			e.left = r.Uncached
 		}
 	}
+	if c.late {
+		c.reservation = r
+		return r
+	}
+	c.Replicas[choice.Index].Holds(c.Chain)
+	return nil
 }
 
 func TestIdleFleetSendsAtOnce(t *testing.T) {
@@ -579,6 +593,6 @@ func BenchmarkSubmit(b *testing.B) {
 
 type idleCaller struct{}
 
-func (idleCaller) Open(int) bool  { return true }
-func (idleCaller) Tried(int) bool { return false }
-func (idleCaller) Send(Choice)    {}
+func (idleCaller) Open(int) bool                         { return true }
+func (idleCaller) Tried(int) bool                        { return false }
+func (idleCaller) Send(Choice) (late *fleet.Reservation) { return nil }

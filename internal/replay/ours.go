@@ -148,14 +148,15 @@ func (k *asking) Open(i int) bool {
 func (k *asking) Tried(i int) bool { return k.request.Retries > 0 && i == k.request.Replica }
 
 // Send implements plan.Caller.
-func (k *asking) Send(c plan.Choice) {
+func (k *asking) Send(c plan.Choice) (late *fleet.Reservation) {
 	now := k.now + c.Waited
 	if c.Index < 0 {
 		k.policy.sim.Refuse(now, k.request)
-		return
+		return nil
 	}
 	k.policy.send(now, k.request, c.Index, c.Hit, c.Uncached, reasonOf(c))
 	k.policy.replicas[c.Index].Holds(k.Chain)
+	return nil
 }
 
 // The reasons of kv_cache_aware and prefix_hash, as in their metrics.
