@@ -39,12 +39,13 @@ as fast as they would, and all measured times are multiplied by that. Time
 constants of the policies and your machine's own delays are not sped up: figures
 to rely on come from --speed 1.
 
-To measure with recorded traffic, give a --trace: a file of JSON lines or a
-directory of them, in the format of the Mooncake traces (timestamp,
-input_length, output_length, hash_ids), of chat sessions (timestamp, input,
-output, session_id) or of a request log (timestamp, path, body). Sessions send
-their next request when the last was answered; without sessions, requests are
-sent at their time, whatever became of those before.
+With --workload other traffic is made up. To measure with recorded traffic, give
+a --trace: a file of JSON lines or a directory of them, in the format of the
+Mooncake traces (timestamp, input_length, output_length, hash_ids), of chat
+sessions (timestamp, input, output, session_id) or of a request log (timestamp,
+path, body). Sessions send their next request when the last was answered;
+without sessions, requests are sent at their time, whatever became of those
+before.
 
 To measure real servers, name them with --upstream. They cannot be restarted
 between policies; instead all prompts of a run begin with the same few random
@@ -55,6 +56,7 @@ const demoExample = `  $ caddy kv-cache demo
   $ caddy kv-cache demo --json --policies least_conn,kv_cache_aware
   $ caddy kv-cache demo --option 'prefix_hash=load_factor 1.5' --no-serve
   $ caddy kv-cache demo --upstream gpu-0:8000 --upstream gpu-1:8000
+  $ caddy kv-cache demo --chats 300 --ramp 1s --replicas 6 --speed 1
   $ caddy kv-cache demo --trace conversation.jsonl --replicas 6 --blocks 30000`
 
 // demoFlags are what the command line says.
@@ -81,11 +83,14 @@ func newDemo() *cobra.Command {
 	flags.Float64Var(&f.Speed, "speed", demo.DefaultSpeed, "how many times as fast as reported everything happens")
 	flags.StringArrayVar(&f.Upstreams, "upstream", nil, "real server, host:port, in place of simulated ones (repeatable)")
 	flags.StringVar(&f.Model, "model", "", "name of the model (default: what the servers list)")
-	flags.StringVar(&f.Trace, "trace", "", "recorded trace to play, file or directory (default: built-in workload)")
+	flags.StringVar(&f.Trace, "trace", "", "recorded trace to play, file or directory (default: a made-up workload)")
+	flags.StringVar(&f.Workload, "workload", demo.DefaultWorkload, "made-up workload to play without a trace: "+strings.Join(demo.Workloads(), ", "))
+	flags.IntVar(&f.Chats, "chats", demo.DefaultChats, "conversations of the workload chats")
+	flags.DurationVar(&f.Ramp, "ramp", demo.DefaultRamp, "time within which these begin")
 	flags.Float64Var(&f.Rate, "rate", 1, "multiplies the rate of arrivals")
 	flags.IntVar(&f.Sessions, "sessions", 0, "keep so many sessions going (default: start each at its time)")
 	flags.IntVar(&f.Limit, "limit", 0, "requests to play, in whole sessions (default: all)")
-	flags.Uint64Var(&f.Seed, "seed", 1, "seed of the built-in workload")
+	flags.Uint64Var(&f.Seed, "seed", 1, "seed of the made-up workload")
 	flags.DurationVar(&f.Scrape, "scrape", demo.DefaultScrape, "time between polls of a replica's metrics, at speed 1")
 	flags.StringVar(&f.Listen, "listen", "", "address that takes requests (default "+demo.DefaultListen+", or any free port)")
 	flags.StringSliceVar(&f.policies, "policies", demo.DefaultPolicies(), "policies to play, in this order")
@@ -94,6 +99,9 @@ func newDemo() *cobra.Command {
 	flags.BoolVar(&f.noServe, "no-serve", false, "exit after the table")
 	for _, simulated := range []string{"replicas", "blocks", "block-tokens", "prefill-rate", "speed"} {
 		cmd.MarkFlagsMutuallyExclusive("upstream", simulated)
+	}
+	for _, madeUp := range []string{"workload", "chats", "ramp"} {
+		cmd.MarkFlagsMutuallyExclusive("trace", madeUp)
 	}
 	f.complete(cmd)
 	cmd.RunE = caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) {
@@ -107,10 +115,11 @@ func (f *demoFlags) complete(cmd *cobra.Command) {
 	none := cobra.FixedCompletions(nil, cobra.ShellCompDirectiveNoFileComp)
 	for _, name := range []string{
 		"replicas", "blocks", "block-tokens", "prefill-rate", "speed", "upstream", "model",
-		"rate", "sessions", "limit", "seed", "scrape", "listen", "option",
+		"chats", "ramp", "rate", "sessions", "limit", "seed", "scrape", "listen", "option",
 	} {
 		register(cmd, name, none)
 	}
+	register(cmd, "workload", completeWorkloads())
 	register(cmd, "policies", completePolicies)
 }
 

@@ -24,6 +24,7 @@ import (
 	"github.com/caddyserver/caddy/v2"
 	caddycmd "github.com/caddyserver/caddy/v2/cmd"
 
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/demo"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/enginesim"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/replay"
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/trace"
@@ -102,7 +103,7 @@ func newReplay() *cobra.Command {
 	flags.IntVar(&f.copies, "copies", 1, "times each session is played, with its own text each time")
 	flags.DurationVar(&f.ramp, "ramp", 0, "time over which sessions start (default: as recorded)")
 	flags.IntVar(&f.limit, "limit", 0, "requests of a trace without sessions to play (default: all)")
-	flags.StringVar(&f.workload, "workload", chats, "made-up workload to play without a trace: "+strings.Join(workloads(), ", "))
+	flags.StringVar(&f.workload, "workload", demo.DefaultWorkload, "made-up workload to play without a trace: "+strings.Join(demo.Workloads(), ", "))
 	flags.IntVar(&f.chats, "chats", 400, "conversations of the workload chats")
 	flags.StringVar(&f.report, "report", "", "write a page with plots to this file")
 	flags.StringVar(&f.plot, "plot", "", "write the plot of times to first token to this file (SVG)")
@@ -126,11 +127,7 @@ func (f *replayFlags) complete(cmd *cobra.Command) {
 	for _, c := range replay.Contenders {
 		names = append(names, cobra.CompletionWithDesc(c.Name, c.About))
 	}
-	known := []cobra.Completion{cobra.CompletionWithDesc(chats, "conversations under a few system prompts, and long single prompts")}
-	for _, k := range trace.Kinds {
-		known = append(known, cobra.CompletionWithDesc(k.Name, k.About))
-	}
-	register(cmd, "workload", cobra.FixedCompletions(known, cobra.ShellCompDirectiveNoFileComp))
+	register(cmd, "workload", completeWorkloads())
 	register(cmd, "policy", cobra.FixedCompletions(names, cobra.ShellCompDirectiveNoFileComp))
 }
 
@@ -268,7 +265,7 @@ func (f *replayFlags) load(args []string) (*replay.Traffic, string, error) {
 		t, err := f.makeUp()
 		return t, "", err
 	}
-	if f.workload != chats {
+	if f.workload != demo.DefaultWorkload {
 		return nil, "", fmt.Errorf("a trace, %s, and --workload %s were given, but only one of them can be played", args[0], f.workload)
 	}
 	recorded, err := trace.Open(args[0])
@@ -287,26 +284,23 @@ func (f *replayFlags) load(args []string) (*replay.Traffic, string, error) {
 	return t, skipped, err
 }
 
-// chats is the workload that is played when no other is asked for.
-const chats = "chats"
-
-// workloads are the names of all.
-func workloads() []string {
-	names := []string{chats}
+// completeWorkloads offers what can be made up.
+func completeWorkloads() cobra.CompletionFunc {
+	known := []cobra.Completion{cobra.CompletionWithDesc(demo.DefaultWorkload, "conversations under a few system prompts, and long single prompts")}
 	for _, k := range trace.Kinds {
-		names = append(names, k.Name)
+		known = append(known, cobra.CompletionWithDesc(k.Name, k.About))
 	}
-	return names
+	return cobra.FixedCompletions(known, cobra.ShellCompDirectiveNoFileComp)
 }
 
 func (f *replayFlags) makeUp() (*replay.Traffic, error) {
-	if f.workload == chats {
+	if f.workload == demo.DefaultWorkload {
 		w := trace.Workload{Seed: f.seed, Chats: f.chats}
 		return replay.Load(nil, w.Sessions(), f.blockTokens...)
 	}
 	kind, found := trace.KindNamed(f.workload)
 	if !found {
-		return nil, fmt.Errorf("--workload: there is no %q, only %s", f.workload, strings.Join(workloads(), ", "))
+		return nil, fmt.Errorf("--workload: there is no %q, only %s", f.workload, strings.Join(demo.Workloads(), ", "))
 	}
 	return replay.Load(limited(kind.Requests(f.seed), f.limit), nil, f.blockTokens...)
 }

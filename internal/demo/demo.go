@@ -28,6 +28,8 @@ const (
 	DefaultBlockTokens = enginesim.DefaultBlockTokens
 	DefaultPrefillRate = enginesim.DefaultPrefillRate
 	DefaultSpeed       = 10
+	DefaultChats       = 64
+	DefaultRamp        = 45 * time.Second
 	DefaultScrape      = time.Second
 	DefaultListen      = "127.0.0.1:8080"
 )
@@ -60,8 +62,16 @@ type Config struct {
 	Model string
 
 	// Trace is a recorded trace to play, a file or a directory that
-	// [trace.Open] reads. Empty is the built-in workload.
+	// [trace.Open] reads. Empty is a made-up workload.
 	Trace string
+	// Workload is which one: chats, or the name of a [trace.Kind]. Default:
+	// chats.
+	Workload string
+	// Chats is the number of conversations of the workload chats, beside which
+	// there are a fourth as many single prompts. Default 64.
+	Chats int
+	// Ramp is the time within which they begin. Default 45 s.
+	Ramp time.Duration
 	// Rate multiplies the rate at which requests, or sessions, arrive. The time
 	// from an answer to the session's next request stays. Default 1.
 	Rate float64
@@ -103,6 +113,15 @@ func (c Config) withDefaults() Config {
 	if c.Speed == 0 {
 		c.Speed = DefaultSpeed
 	}
+	if c.Workload == "" {
+		c.Workload = DefaultWorkload
+	}
+	if c.Chats == 0 {
+		c.Chats = DefaultChats
+	}
+	if c.Ramp == 0 {
+		c.Ramp = DefaultRamp
+	}
 	if c.Rate == 0 {
 		c.Rate = 1
 	}
@@ -131,6 +150,10 @@ func (c Config) check() error {
 		return fmt.Errorf("speed is %v, but must be positive", c.Speed)
 	case !(c.Rate > 0):
 		return fmt.Errorf("rate is %v, but must be positive", c.Rate)
+	case c.Chats < 0:
+		return fmt.Errorf("chats is %d, but can't be negative", c.Chats)
+	case c.Ramp < 0:
+		return fmt.Errorf("ramp is %v, but can't be negative", c.Ramp)
 	case c.Sessions < 0:
 		return fmt.Errorf("sessions is %d, but can't be negative", c.Sessions)
 	case c.Limit < 0:

@@ -86,6 +86,26 @@ func TestPoliciesOfOursFindMoreInCaches(t *testing.T) {
 	}
 }
 
+// Other traffic than the demo's own can be made up.
+func TestWorkloads(t *testing.T) {
+	for _, name := range []string{"labels", "documents"} {
+		config := small("kv_cache_aware")
+		config.Workload, config.Limit, config.Rate, config.Blocks = name, 12, 20, 8192
+		d := start(t, config)
+		if d.Requests() != 12 {
+			t.Errorf("%s: %d requests, want 12", name, d.Requests())
+		}
+		play(t, d, d.Policies()[0])
+	}
+	config := small("kv_cache_aware")
+	config.Chats, config.Limit = 3, 0
+	few := start(t, config).Requests()
+	config.Chats = 30
+	if many := start(t, config).Requests(); few < 3 || many < 5*few {
+		t.Errorf("3 chats have %d requests, 30 have %d", few, many)
+	}
+}
+
 // A policy finds neither what one before it left, nor does a repeated run of
 // kv_cache_aware believe in it.
 func TestEachPolicyStartsCold(t *testing.T) {
@@ -232,6 +252,9 @@ func TestStartRefuses(t *testing.T) {
 		{"sessions", func(c *Config) { c.Sessions = -1 }, "sessions is -1"},
 		{"limit", func(c *Config) { c.Limit = -1 }, "limit is -1"},
 		{"scrape", func(c *Config) { c.Scrape = -time.Second }, "scrape is -1s"},
+		{"workload", func(c *Config) { c.Workload = "games" }, `no workload "games", only chats, tools, documents`},
+		{"chats", func(c *Config) { c.Chats = -1 }, "chats is -1"},
+		{"ramp", func(c *Config) { c.Ramp = -time.Second }, "ramp is -1s"},
 		{"trace", func(c *Config) { c.Trace = "no-such-file.jsonl" }, "no-such-file.jsonl"},
 		{"listen", func(c *Config) { c.Listen = "nowhere" }, "cannot listen on nowhere"},
 		{"upstream", func(c *Config) { c.Upstreams = []string{"127.0.0.1:1"} }, "upstream 127.0.0.1:1"},

@@ -4,7 +4,9 @@ package demo
 
 import (
 	"context"
+	"fmt"
 	"iter"
+	"strings"
 	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/load"
@@ -22,26 +24,53 @@ type workload struct {
 // builtIn is the workload of a demo: chats that share twelve long system prompts,
 // which do not all fit in one replica beside the chats, and now and then a long
 // prompt that shares nothing.
-func builtIn(seed uint64) trace.Workload {
+func builtIn(c Config) trace.Workload {
 	return trace.Workload{
-		Seed:          seed,
-		Chats:         64,
+		Seed:          c.Seed,
+		Chats:         c.Chats,
 		SystemPrompts: 12,
 		SystemTokens:  6000,
 		Turns:         5,
 		UserTokens:    300,
 		AnswerTokens:  100,
 		Think:         4 * time.Second,
-		Ramp:          45 * time.Second,
-		OneOffs:       16,
+		Ramp:          c.Ramp,
+		OneOffs:       c.Chats / 4,
 		OneOffTokens:  8000,
 	}
 }
 
 func openWorkload(c Config) (workload, error) {
-	if c.Trace == "" {
-		return ofSessions(builtIn(c.Seed).Sessions(), c), nil
+	switch {
+	case c.Trace != "":
+		return openTrace(c)
+	case c.Workload == DefaultWorkload:
+		return ofSessions(builtIn(c).Sessions(), c), nil
 	}
+	kind, found := trace.KindNamed(c.Workload)
+	if !found {
+		return workload{}, fmt.Errorf("there is no workload %q, only %s", c.Workload, strings.Join(Workloads(), ", "))
+	}
+	count := 0
+	for range kind.Requests(c.Seed) {
+		count++
+	}
+	return ofRequests(kind.Requests(c.Seed), count, c), nil
+}
+
+// DefaultWorkload is that of a demo which is asked for no other.
+const DefaultWorkload = "chats"
+
+// Workloads are the names of those that can be made up.
+func Workloads() []string {
+	names := []string{DefaultWorkload}
+	for _, k := range trace.Kinds {
+		names = append(names, k.Name)
+	}
+	return names
+}
+
+func openTrace(c Config) (workload, error) {
 	t, err := trace.Open(c.Trace)
 	if err != nil {
 		return workload{}, err
@@ -49,12 +78,17 @@ func openWorkload(c Config) (workload, error) {
 	if t.HasSessions() {
 		return ofSessions(t.Sessions(), c), nil
 	}
-	w := workload{requests: t.Count}
+	return ofRequests(t.Requests(), t.Count, c), nil
+}
+
+// ofRequests makes a workload of requests that come at their time.
+func ofRequests(requests iter.Seq2[trace.Request, error], count int, c Config) workload {
+	w := workload{requests: count}
 	if c.Limit > 0 {
 		w.requests = min(w.requests, c.Limit)
 	}
-	w.single = func() iter.Seq2[trace.Request, error] { return hurried(t.Requests(), c.Rate, w.requests) }
-	return w, nil
+	w.single = func() iter.Seq2[trace.Request, error] { return hurried(requests, c.Rate, w.requests) }
+	return w
 }
 
 // hurried returns the first so many requests, arriving at a multiple of their
