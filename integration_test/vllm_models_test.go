@@ -206,14 +206,13 @@ func picture(t *testing.T) []byte {
 	return b.Bytes()
 }
 
-// testRanks asks about more documents than the cache of one data-parallel rank holds, in an engine of two ranks. Its own
-// balancer sees no prefixes, so each rank is asked about all of them; pinned to the rank that holds its document, a
-// request finds it.
+// testRanks puts a Caddy before an engine of two data-parallel ranks, whose own balancer sees no prefixes. Pinned to the
+// rank that holds its beginning, a request finds it: of more documents than one rank holds, which otherwise each rank is
+// asked about, and of chats that take turns, which otherwise go to the other rank with every turn.
 func (e *vllmFleet) testRanks(t *testing.T) {
 	if os.Getenv("VLLM_RANKS") == "" {
 		t.Skip("SKIPPED, pinning to ranks of a real engine untested: it takes two minutes, and VLLM_RANKS=1")
 	}
-	const documents, questions = 20, 160
 	fleet, err := vllm.Start(t.Context(), vllm.Options{Blocks: poolBlocks, Extra: []string{"--data-parallel-size=2"}})
 	if err != nil {
 		t.Fatal(err)
@@ -225,31 +224,63 @@ func (e *vllmFleet) testRanks(t *testing.T) {
 		http.DefaultClient.CloseIdleConnections()
 	})
 	one := &vllmFleet{addrs: []string{strings.TrimPrefix(fleet.URLs[0], "http://")}, model: fleet.Model}
-	shares := make(map[string]float64)
-	for _, c := range []struct{ name, options string }{
-		{"chosen by the engine", ""},
-		{"pinned", "header_up X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}"},
-	} {
-		p := one.proxy(t, followed, c.options)
-		w := one.workload(documents, 900)
-		ask := func(i int) answer {
-			return p.must(chatPath, one.chat(4, message{"system", w.documents[i]}, message{"user", unique("question", 60)}))
-		}
-		for i := range documents {
-			ask(i)
-		}
-		await(t, "the documents' tokens to be learned", func() bool {
-			return p.metric("caddy_kv_cache_learner_prompts_total", "outcome", "rendered") >= documents &&
-				p.metric("caddy_kv_cache_learner_waiting_prompts") == 0
+	const pinned = "header_up X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}"
+	for _, c := range []struct {
+		name string
+		ask  func(t *testing.T, p *proxy, learned func()) *mixture
+		gain float64
+	}{{"documents", one.askDocuments, 0.1}, {"chats", one.askChats, 0}} {
+		t.Run(c.name, func(t *testing.T) {
+			shares := make(map[string]float64)
+			for options, name := range map[string]string{"": "chosen by the engine", pinned: "pinned"} {
+				p := one.proxy(t, followed, options)
+				m := c.ask(t, p, func() {
+					await(t, "all that waits to be learned", func() bool {
+						return p.metric("caddy_kv_cache_learner_prompts_total", "outcome", "rendered") > 0 &&
+							p.metric("caddy_kv_cache_learner_waiting_prompts") == 0
+					})
+				})
+				t.Logf("%s: %v", name, m)
+				shares[name] = m.counted / m.prompt
+			}
+			if shares["pinned"] < shares["chosen by the engine"]+c.gain {
+				t.Errorf("pinned requests find too little: %v", shares)
+			}
 		})
-		var m mixture
-		for range questions {
-			m.add(t, ask(w.rng.IntN(documents)))
+	}
+}
+
+// askDocuments asks 160 questions about 20 documents, of which a rank holds 12.
+func (e *vllmFleet) askDocuments(t *testing.T, p *proxy, learned func()) *mixture {
+	w := e.workload(20, 900)
+	ask := func(i int) answer {
+		return p.must(chatPath, e.chat(4, message{"system", w.documents[i]}, message{"user", unique("question", 60)}))
+	}
+	for i := range w.documents {
+		ask(i)
+	}
+	learned()
+	var m mixture
+	for range 160 {
+		m.add(t, ask(w.rng.IntN(len(w.documents))))
+	}
+	return &m
+}
+
+// askChats lets five chats take turns eight times; their second turns and later ones are counted.
+func (e *vllmFleet) askChats(t *testing.T, p *proxy, learned func()) *mixture {
+	chats := make([][]message, 5)
+	var m mixture
+	for turn := range 8 {
+		for i := range chats {
+			chats[i] = append(chats[i], message{"user", unique("turn", 300)})
+			a := p.must(chatPath, e.chat(8, chats[i]...))
+			chats[i] = append(chats[i], message{"assistant", a.read(t).Choices[0].Message.Content})
+			if turn > 0 {
+				m.add(t, a)
+			}
 		}
-		t.Logf("%s: %v", c.name, &m)
-		shares[c.name] = m.counted / m.prompt
+		learned()
 	}
-	if shares["pinned"] < shares["chosen by the engine"]+0.1 {
-		t.Errorf("pinned requests find no more than others: %v", shares)
-	}
+	return &m
 }

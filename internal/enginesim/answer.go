@@ -464,7 +464,7 @@ func (p *instance) answerInstantly(w http.ResponseWriter, raw []byte, e endpoint
 	if e.generates {
 		tokens = defaultOutputTokens
 	}
-	fixed := newPrompt(p.tokenizer, p.config.BlockTokens, 0, []uint32{tokenTurnStart})
+	fixed := newPrompt(p.tokenizer, p.config.BlockTokens, space{}, []uint32{tokenTurnStart})
 	a.generation = &generation{
 		prompts:  []*prompt{fixed},
 		requests: []*Request{{PromptTokens: 1, OutputTokens: tokens}},

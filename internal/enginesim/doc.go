@@ -39,5 +39,5 @@
 //
 // An answer always has max_tokens tokens; stop conditions, sampling and ignore_eos
 // change nothing. MaxQueued does not count the request that finds the engine idle.
-// There are no data-parallel ranks, no KV connectors and no KV event stream.
+// There are no data-parallel ranks and no KV connectors.
 package enginesim

@@ -26,7 +26,7 @@ type driver struct {
 	done chan struct{}
 }
 
-func startDriver(config Config, speed float64, started time.Time) *driver {
+func startDriver(config Config, speed float64, started time.Time, events EventSink) *driver {
 	d := &driver{
 		engine: New(config),
 		clock:  clock{speed: speed, origin: started},
@@ -36,6 +36,13 @@ func startDriver(config Config, speed float64, started time.Time) *driver {
 		done:   make(chan struct{}),
 	}
 	d.engine.OnStep = d.meters.observeStep
+	if events != nil {
+		n := narrate(d.engine, events)
+		d.engine.OnStep = func(s Step) {
+			d.meters.observeStep(s)
+			n.publish()
+		}
+	}
 	go d.run()
 	return d
 }

@@ -55,6 +55,7 @@ type Request struct {
 	// Aborted is set when the request was aborted or lost in a restart.
 	Aborted bool
 
+	source *prompt // has the tokens, for KV events; nil if there are none
 	sequence
 }
 
@@ -89,6 +90,9 @@ func (r *Request) tokens() int { return r.PromptTokens + r.Generated }
 type Engine struct {
 	// OnStep is called at the end of every step, before the requests' callbacks.
 	OnStep func(Step)
+
+	onStored func(r *Request, i int) // the prefix cache took in a sequence's i-th block; may be nil
+	onReset  func()                  // it was cleared; may be nil
 
 	config  Config
 	pool    *blockPool
@@ -191,6 +195,9 @@ func (e *Engine) Reset(now time.Duration) bool {
 		return false
 	}
 	e.pool.reset()
+	if e.onReset != nil {
+		e.onReset()
+	}
 	return true
 }
 
@@ -339,6 +346,9 @@ func (e *Engine) extend(r *Request, n int) {
 	if !e.config.NoPrefixCaching {
 		for (r.stored+1)*e.config.BlockTokens <= end {
 			e.pool.store(r.blocks[r.stored], e.hashOf(r, r.stored))
+			if e.onStored != nil {
+				e.onStored(r, r.stored)
+			}
 			r.stored++
 		}
 	}

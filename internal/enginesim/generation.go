@@ -45,6 +45,7 @@ func newGeneration(d *driver, prompts []*prompt, outputTokens int, each bool) *g
 			PromptTokens: p.tokens,
 			OutputTokens: outputTokens,
 			Output:       p.outputBlock,
+			source:       p,
 			OnFirstToken: d.meters.observeFirstToken,
 			OnFinish:     finish,
 		}

@@ -203,11 +203,11 @@ func (p *instance) prepare(raw []byte, e endpoint) (*answer, int, error) {
 			return nil, http.StatusBadRequest, err
 		}
 	}
-	seed := chainSeed(adapter, a.body.CacheSalt)
+	in := space{adapter, a.body.CacheSalt}
 	prompts := make([]*prompt, 0, len(ids)*choices)
 	for _, list := range ids {
 		for range choices {
-			prompts = append(prompts, newPrompt(p.tokenizer, p.config.BlockTokens, seed, list))
+			prompts = append(prompts, newPrompt(p.tokenizer, p.config.BlockTokens, in, list))
 		}
 	}
 	a.generation = newGeneration(p.driver, prompts, tokens, a.body.Stream)

@@ -22,9 +22,10 @@ type block struct {
 // blockPool holds all physical blocks: the free queue and the index of cached
 // content. A block without users stays cached until it is handed out again.
 type blockPool struct {
-	blocks []block
-	free   int
-	index  hashIndex
+	onForget func(hash uint64) // told what is dropped for want of room; may be nil
+	blocks   []block
+	free     int
+	index    hashIndex
 }
 
 func newBlockPool(size int) *blockPool {
@@ -70,6 +71,9 @@ func (p *blockPool) allocate() blockID {
 	p.unlink(id)
 	b := &p.blocks[id]
 	if b.cached {
+		if p.onForget != nil {
+			p.onForget(b.hash)
+		}
 		p.forget(id)
 	}
 	b.refs = 1

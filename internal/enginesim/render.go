@@ -104,22 +104,23 @@ type prompt struct {
 	blocks      []uint64 // chained hashes of the full blocks
 
 	tokenizer tokenizer
-	seed      uint64   // of the chain: adapter and cache salt
+	space     space
+	seed      uint64   // of the chain
 	answer    uint64   // seed of the answer's text
 	output    []uint64 // hashes of the blocks completed by the answer so far
 	tail      []uint32 // tokens after the last block in output
 	answered  int      // answer tokens in output and tail
 }
 
-// chainSeed keeps prompts of different adapters and cache salts apart.
-func chainSeed(adapter, salt string) uint64 {
-	return xxhash.Sum64String(adapter + "\x00" + salt)
-}
+// space keeps prompts of different adapters and cache salts apart.
+type space struct{ adapter, salt string }
 
-func newPrompt(t tokenizer, blockTokens int, seed uint64, ids []uint32) *prompt {
-	p := &prompt{ids: ids, tokens: len(ids), blockTokens: blockTokens, tokenizer: t, seed: seed}
+func (s space) seed() uint64 { return xxhash.Sum64String(s.adapter + "\x00" + s.salt) }
+
+func newPrompt(t tokenizer, blockTokens int, in space, ids []uint32) *prompt {
+	p := &prompt{ids: ids, tokens: len(ids), blockTokens: blockTokens, tokenizer: t, space: in, seed: in.seed()}
 	p.blocks = make([]uint64, len(ids)/blockTokens)
-	parent := seed
+	parent := p.seed
 	for i := range p.blocks {
 		parent = blockHash(parent, ids[i*blockTokens:][:blockTokens])
 		p.blocks[i] = parent
@@ -166,6 +167,20 @@ func (p *prompt) answerText(n int) string {
 		text = p.answerToken(text, i)
 	}
 	return string(text)
+}
+
+// appendBlock appends the tokens of the i-th block of prompt and answer.
+func (p *prompt) appendBlock(ids []uint32, i int) []uint32 {
+	var text []byte
+	for at := i * p.blockTokens; at < (i+1)*p.blockTokens; at++ {
+		if at < p.tokens {
+			ids = append(ids, p.ids[at])
+			continue
+		}
+		text = p.answerToken(text[:0], at-p.tokens)
+		ids = append(ids, textToken(string(text)))
+	}
+	return ids
 }
 
 // outputBlock returns the hash of the i-th block completed by the answer. The

@@ -62,6 +62,10 @@ type ServerConfig struct {
 	// unless Instant. Default 256 MiB.
 	KeepBody int64
 
+	// Events, if set, takes the KV events: blocks that the prefix cache took in
+	// and dropped. Like vLLM's, those of a reset come with the next step.
+	Events EventSink
+
 	// OnRequest, if set, sees every request to an inference endpoint and its body,
 	// nil if that was too long to be kept, before it is answered. It is called
 	// from several goroutines.
@@ -140,11 +144,14 @@ func (s *Server) Start() error {
 		return err
 	}
 	s.addr = listener.Addr().String()
+	if s.config.Events != nil {
+		s.config.Events.Restart()
+	}
 
 	ctx, cancel := context.WithCancel(context.Background())
 	p := &instance{
 		Server:  s,
-		driver:  startDriver(s.config.Config, s.config.Speed, time.Now()),
+		driver:  startDriver(s.config.Config, s.config.Speed, time.Now(), s.config.Events),
 		cancel:  cancel,
 		started: time.Now(),
 		serving: make(chan struct{}),

@@ -463,6 +463,22 @@ func TestTrustIsLostQuickly(t *testing.T) {
 	}
 }
 
+// An engine that never hits, whatever its page says of prefix caching, is as one that holds nothing: no believed hit counts
+// in its cost.
+func TestNoHitsEver(t *testing.T) {
+	b := newBench(t, Config{})
+	requests := 0.0
+	for range 20 {
+		b.send(10_000, 1000).Finish(b.now)
+		requests++
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{PrefixCaching: known(1), PrefixQueries: known(requests * 10_000), PrefixHits: known(0), FirstTokens: known(requests)})
+	}
+	if trust := b.load().Trust; trust != 0 {
+		t.Errorf("trust is %v in an engine that never hit", trust)
+	}
+}
+
 // What was sent before a scrape and answered after it is compared with the hits that the engine counts then.
 func TestTrustComparesTheSameRequests(t *testing.T) {
 	b := newBench(t, Config{})
