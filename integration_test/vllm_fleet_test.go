@@ -59,8 +59,9 @@ func TestVLLM(t *testing.T) {
 		t.Run("Ranks", e.testRanks)
 	}
 	t.Run("Prediction", e.testPrediction)
-	t.Run("Eviction", e.testEviction)
+	t.Run("Eviction", func(t *testing.T) { e.compareEviction(t, followed) })
 	t.Run("OtherSenders", e.testOtherSenders)
+	t.Run("TwoCaddys", func(t *testing.T) { e.compareTwoCaddys(t, followed) })
 	t.Run("Burst", e.testBurst)
 	t.Run("ClientsLeave", e.testClientsLeave)
 	t.Run("QueueFull", e.testQueueFull)
@@ -457,33 +458,7 @@ func (e *vllmFleet) hits(t *testing.T, client *http.Client) (sum float64) {
 	return sum
 }
 
-// A pool too small for what is asked for evicts all the time. Events tell what went; belief has to guess.
-func (e *vllmFleet) testEviction(t *testing.T) {
-	errs := make(map[string]float64)
-	for _, c := range []struct {
-		name, policy string
-		limit        float64
-	}{{"belief alone", "", 0.15}, {"with events", followed, 0.05}} {
-		t.Run(c.name, func(t *testing.T) {
-			p := e.proxy(t, c.policy, "")
-			// 40 documents of 1,000 tokens do not fit into two pools of 12,800 each.
-			m := e.workload(40, 1000).run(t, p, 180)
-			t.Logf("%s: %v", c.name, m)
-			var sums float64
-			if sums, errs[c.name] = m.error(); math.Abs(sums) > c.limit {
-				t.Errorf("the error is %.3f, want %.2f", sums, c.limit)
-			}
-		})
-	}
-	if errs["with events"] > 0.05 {
-		t.Errorf("with events the error of single requests is %.3f, want 0.05", errs["with events"])
-	}
-	if errs["with events"] > errs["belief alone"]+0.01 {
-		t.Errorf("events make the prediction worse: %v", errs)
-	}
-}
-
-// What another Caddy sends evicts what this one believes in, and is there to be hit without its knowing. Events tell
+// What others send past this Caddy evicts what it believes in, and is there to be hit without its knowing. Events tell
 // both.
 func (e *vllmFleet) testOtherSenders(t *testing.T) {
 	errs := make(map[string]float64)
