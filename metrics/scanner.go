@@ -9,7 +9,10 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"math/bits"
 	"slices"
+
+	"github.com/cespare/xxhash/v2"
 )
 
 // Bounds of a page. A real one has 60 to 600 kB, lines of about 1 kB at most,
@@ -53,6 +56,7 @@ type Scanner struct {
 	start  cell
 	models []modelName
 	lora   loraRow
+	rows   rowSet
 }
 
 // modelName is a model_name and the dialect that said it.
@@ -146,6 +150,7 @@ func (s *Scanner) reset(r io.Reader) {
 	s.start = cell{}
 	s.models = s.models[:0]
 	s.lora.seen = false
+	s.rows.clear()
 }
 
 // read feeds the page to line, line by line.
@@ -204,7 +209,7 @@ func (s *Scanner) line(line []byte) error {
 		}
 		return nil
 	}
-	return s.sample(d, meaning, tail)
+	return s.sample(d, meaning, name, tail)
 }
 
 func (s *Scanner) startTime(line []byte) {
@@ -314,12 +319,14 @@ func (l *labels) takeAdapters(name, value []byte) {
 }
 
 // sample reads a row of a known name, from behind the name.
-func (s *Scanner) sample(d int, meaning series, rest []byte) error {
+func (s *Scanner) sample(d int, meaning series, name, rest []byte) error {
 	var l labels
+	row := rest
 	rest, ok := l.read(&dialects[d], meaning, rest)
 	if !ok {
 		return nil
 	}
+	row = row[:len(row)-len(rest)]
 	f := meaning.field
 	if meaning.label != "" {
 		if f, ok = meaning.values[string(l.pick)]; !ok {
@@ -327,6 +334,8 @@ func (s *Scanner) sample(d int, meaning series, rest []byte) error {
 		}
 	}
 	v, ok := cutValue(rest)
+	// No engine writes a row twice. Which of the two would count?
+	ok = !s.rows.repeats(xxhash.Sum64(name)^bits.RotateLeft64(xxhash.Sum64(row), 1)) && ok
 	if f == loraInfo {
 		s.adapters(&l, v, ok)
 		return nil
@@ -351,6 +360,36 @@ func (s *Scanner) sample(d int, meaning series, rest []byte) error {
 	// (#28792): they mean the same engine, and the largest is the liveliest.
 	r.cells[f][spelling].put(v, ok, isMost[f] || l.pid, l.shard)
 	return nil
+}
+
+// rowSet remembers which rows of known names a page had, as far as it has room:
+// the page of one rank has some thirty.
+type rowSet struct {
+	slots [1 << 10]uint64 // 0 is free
+	n     int
+}
+
+func (x *rowSet) clear() {
+	if x.n > 0 {
+		*x = rowSet{}
+	}
+}
+
+// repeats tells whether a row was there already.
+func (x *rowSet) repeats(row uint64) bool {
+	row = max(row, 1)
+	for i := row % uint64(len(x.slots)); ; i = (i + 1) % uint64(len(x.slots)) {
+		switch {
+		case x.slots[i] == row:
+			return true
+		case x.slots[i] != 0:
+			continue
+		case x.n < len(x.slots)/2:
+			x.slots[i] = row
+			x.n++
+		}
+		return false
+	}
 }
 
 // configure reads vLLM's cache_config_info or SGLang's.
