@@ -134,7 +134,7 @@ func (e *vllmFleet) compareTwoCaddys(t *testing.T, followed string) {
 	errs, shares := make(map[string]float64), make(map[string]float64)
 	for _, c := range []struct{ name, policy string }{{"belief alone", ""}, {"with events", followed}} {
 		t.Run(c.name, func(t *testing.T) {
-			caddys := []*proxy{e.proxy(t, c.policy, ""), e.proxy(t, c.policy, "")}
+			caddys := []*proxy{e.familiar(t, c.policy, ""), e.familiar(t, c.policy, "")}
 			w := e.workload(20, e.documentSize())
 			w.learned(t, caddys...)
 			var m mixture

@@ -472,26 +472,39 @@ func (f *Fleet) Learner() (kvevents.LearnerStats, bool) {
 }
 
 // confirms tells whether an engine holds a prompt that it has answered just
-// now under the tokens that it gave for it: at least half, as it may have
-// evicted some already. What tells of too little can't deny it.
+// now under the tokens that it gave for it. If so, the prompt also tells how
+// long a token is, whoever else sends.
 func (f *Fleet) confirms(r kvevents.Request, tokens []uint32) bool {
 	for _, p := range f.Members() {
 		if base, ok := f.API.Base(p.Addr); !ok || base != r.Base {
 			continue
 		}
-		t := p.truth.Load()
-		if t == nil {
-			return true
+		if !p.holdsAs(r.Prompt, tokens) {
+			return false
 		}
-		current, whole, block := t.state()
-		if !current || !whole || block == 0 {
-			return true
-		}
-		keys := kvevents.AppendKeys(nil, tokens, block, r.Prompt.LoRA, r.Prompt.Extra)
-		m, _ := t.index.LongestKeys(keys, block)
-		return 2*m.Blocks >= len(keys)
+		p.mu.Lock()
+		p.text.measure(float64(r.Prompt.TextBytes), float64(len(tokens)))
+		p.mu.Unlock()
+		return true
 	}
 	return true
+}
+
+// holdsAs tells whether the replica's events have a prompt under these tokens:
+// at least half of it, as some may be evicted already. What tells of too little
+// can't deny it.
+func (p *Replica) holdsAs(prompt kvevents.Prompt, tokens []uint32) bool {
+	t := p.truth.Load()
+	if t == nil {
+		return true
+	}
+	current, whole, block := t.state()
+	if !current || !whole || block == 0 {
+		return true
+	}
+	keys := kvevents.AppendKeys(nil, tokens, block, prompt.LoRA, prompt.Extra)
+	m, _ := t.index.LongestKeys(keys, block)
+	return 2*m.Blocks >= len(keys)
 }
 
 // tokensTold notes that an engine ceased to tell the tokens of prompts, or does

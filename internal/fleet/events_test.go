@@ -535,6 +535,23 @@ func TestRankThatHolds(t *testing.T) {
 	}
 }
 
+// While others send to an engine its counters say nothing of how long a token is. A prompt that was learned does.
+func TestLearnedPromptTellsTokenLength(t *testing.T) {
+	e := newTeller(t, true)
+	f, p := observed(t, e)
+	if got := f.BytesPerToken(); got != DefaultBytesPerToken {
+		t.Fatalf("%v bytes per token before anything is known", got)
+	}
+	x := newPassage(t, "one", 2048)
+	e.store(x, "")
+	awaitBlocks(t, p, len(x.text)/engineBlock)
+	learn(t, f, p, x, "base")
+	f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{At: time.Now(), Engine: metrics.VLLM}}, time.Now())
+	if got := f.BytesPerToken(); got < 0.9 || got > 1.1 {
+		t.Errorf("%v bytes per token where a byte is one", got)
+	}
+}
+
 // Tokens that are not those of the engine's events would make every prompt look as if it was dropped.
 func TestOtherTokensAreNotLearned(t *testing.T) {
 	e := newTeller(t, true)

@@ -78,8 +78,13 @@ func (t *textRatio) observe(x texts) {
 	}
 	bytes, tokens := o.bytes, o.tokens-o.given
 	t.skip()
-	// What is beyond any tokenizer is another sender.
-	if r := bytes / tokens; r < 0.5 || r > 16 {
+	t.measure(bytes, tokens)
+}
+
+// measure takes in prompts whose text and tokens are both known. What is beyond
+// any tokenizer is another sender's.
+func (t *textRatio) measure(bytes, tokens float64) {
+	if r := bytes / tokens; !(r >= 0.5 && r <= 16) {
 		return
 	}
 	if t.tokens > textMemory {
