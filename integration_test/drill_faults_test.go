@@ -513,6 +513,7 @@ func (x *exercise) awaitAvoided(addr string) {
 	}
 	x.proxy.awaitRefused(addr)
 	x.known = time.Now()
+	x.join()
 }
 
 // awaitScrapes waits until a policy that scrapes knows how a replica is.
