@@ -23,6 +23,10 @@ const (
 	unseenFor = 10 * time.Minute
 	// sweepEvery is how often such replicas are looked for.
 	sweepEvery = time.Minute
+	// largeFleet is from how many members on what they have in common is not
+	// worked out after each scrape, which takes time in proportion to them, but
+	// about so many times for each time that all of them are scraped.
+	largeFleet = 64
 	// youngFor is how long a fleet that learns its replicas from requests can't
 	// tell a new one from one that it only hears of now.
 	youngFor = 10 * time.Second
@@ -73,6 +77,8 @@ type Fleet struct {
 	learner  *kvevents.Learner        // nil if no tokens are learned
 	unlisted chan *Replica            // whose lists of models are wanted
 	common   atomic.Pointer[[]string] // models that every member's metrics page names
+
+	observed atomic.Uint64 // scrapes
 
 	ratio atomic.Uint64 // bytes per token, as float bits
 	rate  atomic.Uint64 // mean prefill rate, as float bits
@@ -243,8 +249,10 @@ func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 	if t := p.truth.Load(); t != nil && f.Events != nil && s.Snapshot != nil {
 		t.widen(s.Snapshot.Rows, f.Events, f.Logger.With(zap.String("fleet", f.Name)))
 	}
-	f.lend(now)
-	f.findCommon()
+	if every := uint64(max(1, len(*f.members.Load())/largeFleet)); f.observed.Add(1)%every == 0 {
+		f.lend(now)
+		f.findCommon()
+	}
 	if f.Changed != nil {
 		f.Changed(now)
 	}

@@ -170,3 +170,30 @@ func FuzzModels(f *testing.F) {
 		}
 	})
 }
+
+// What all members of a large fleet have in common is known as well, though it
+// is not worked out after each scrape.
+func TestLargeFleet(t *testing.T) {
+	addrs := make([]string, 10*largeFleet)
+	for i := range addrs {
+		addrs[i] = fmt.Sprint("r", i)
+	}
+	f := NewRegistry().New(Config{}, addrs)
+	now := time.Now()
+	for round := range 3 {
+		for _, p := range f.Members() {
+			f.Observe(p, metrics.Scrape{Snapshot: &metrics.Snapshot{
+				At: now, Engine: metrics.VLLM, Models: []string{"m"},
+				FirstTokens: known(float64(round)), PrefillSeconds: known(float64(round)), PrefillTokens: known(3e6 * float64(round)),
+				PromptTokens: known(3e6 * float64(round)), CachedPromptTokens: known(0),
+			}}, now)
+		}
+		now = now.Add(time.Second)
+	}
+	if !f.everywhere("m") {
+		t.Error("a model that all pages name is not known to be everywhere")
+	}
+	if got := f.Rate(); got < 1e6 {
+		t.Errorf("the mean rate is %.0f tokens a second, but all compute three million", got)
+	}
+}
