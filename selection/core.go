@@ -96,7 +96,7 @@ func (c *core) provision(ctx caddy.Context, cfg coreConfig) error {
 		settings.Poll, settings.Interval = poll.target, time.Duration(cfg.polling.Interval)
 	}
 	if cfg.events != nil {
-		settings.Events = &fleet.Events{Stream: cfg.events.stream}
+		settings.Events = &fleet.Events{Stream: cfg.events.stream, Pinned: pinsRank(handler)}
 	}
 	if cfg.events != nil || cfg.polling != nil && !cfg.polling.Off {
 		front, err := api(handler, cfg.apiKey)

@@ -154,6 +154,24 @@ func api(h *reverseproxy.Handler, key string) (*fleet.API, error) {
 	}, nil
 }
 
+const rankPlaceholder = "{http.reverse_proxy.kv_cache.rank}"
+
+// pinsRank tells whether a proxy sends requests on with the rank that holds
+// their prompt, for vLLM's X-data-parallel-rank.
+func pinsRank(h *reverseproxy.Handler) bool {
+	if h == nil || h.Headers == nil || h.Headers.Request == nil {
+		return false
+	}
+	for _, fields := range []http.Header{h.Headers.Request.Set, h.Headers.Request.Add} {
+		for _, values := range fields {
+			if slices.ContainsFunc(values, func(v string) bool { return strings.Contains(v, rankPlaceholder) }) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
 // proxied returns the scheme and the TLS settings that a proxy speaks to its
 // upstreams with.
 func proxied(h *reverseproxy.Handler) (scheme string, config *tls.Config) {

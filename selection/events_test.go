@@ -3,8 +3,12 @@
 package selection
 
 import (
+	"encoding/json"
 	"strings"
 	"testing"
+
+	"github.com/caddyserver/caddy/v2/caddyconfig"
+	"github.com/caddyserver/caddy/v2/modules/caddyhttp/reverseproxy"
 )
 
 func TestEventAddresses(t *testing.T) {
@@ -95,6 +99,32 @@ func TestAPIKey(t *testing.T) {
 		if base, ok := a.Base(addr); base != want && ok {
 			t.Errorf("base of %s: %q, want %q", addr, base, want)
 		}
+	}
+}
+
+func TestPinsRank(t *testing.T) {
+	for field, want := range map[string]bool{
+		"": false, "X-Rank {http.reverse_proxy.kv_cache.replica}": false, "X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}": true,
+		"X-data-parallel-rank {rp.kv_cache.rank}": true, "+X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}": true,
+	} {
+		if field != "" {
+			field = "header_up " + field
+		}
+		adapted, _, err := caddyconfig.GetAdapter("caddyfile").Adapt([]byte(":1 {\nreverse_proxy a:1 {\n"+field+"\n}\n}"), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, text, _ := strings.Cut(string(adapted), `"handle":[`)
+		var h reverseproxy.Handler
+		if err := json.NewDecoder(strings.NewReader(text)).Decode(&h); err != nil {
+			t.Fatal(err)
+		}
+		if got := pinsRank(&h); got != want {
+			t.Errorf("%q: %t, want %t", field, got, want)
+		}
+	}
+	if pinsRank(nil) {
+		t.Error("no proxy pins")
 	}
 }
 

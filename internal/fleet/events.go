@@ -35,6 +35,10 @@ type Events struct {
 	// Stream gives the settings for following one data-parallel rank of the
 	// replica at a dial address, or false if it has no publisher.
 	Stream func(addr string, rank int) (kvevents.StreamConfig, bool)
+	// Pinned says that requests are sent to the data-parallel rank that
+	// Prefix.Rank names. Otherwise an engine of several chooses one without regard
+	// to prefixes, and what is counted on is the mean of what they hold.
+	Pinned bool
 }
 
 // API is the way to what an engine's front end tells apart from its metrics:
@@ -326,6 +330,7 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 		return believed
 	}
 	var m kvevents.Match
+	odds, share := 1.0, 1.0 // of meeting one rank, and of meeting what the best one holds
 	if block > 0 {
 		a, ok := x.align(block)
 		if !ok || a.Tokens == 0 {
@@ -333,14 +338,20 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 		}
 		var rank int
 		m, rank = t.index.LongestKeys(a.Keys, block)
-		if len(*t.ranks.Load()) > 1 {
+		if ranks := len(*t.ranks.Load()); ranks > 1 {
 			x.found(p, rank)
+			if !x.fleet.Events.Pinned {
+				odds = 1 / float64(ranks)
+			}
+			if credit := m.Credit(); !x.fleet.Events.Pinned && credit > 0 {
+				share = odds * t.index.CreditKeys(a.Keys, block) / credit
+			}
 		}
 		if m.Tokens >= a.Tokens { // what follows is not known by its tokens
-			return m.Credit() + max(0, believed-float64(a.Tokens))
+			return share * (m.Credit() + max(0, believed-float64(a.Tokens)))
 		}
 	}
-	sure := m.Credit()
+	sure := share * m.Credit()
 	if believed <= sure {
 		return sure
 	}
@@ -349,10 +360,10 @@ func (x *Prefix) Held(p *Replica, believed float64) float64 {
 	}
 	used := p.uses(x.chain, t)
 	if float64(used+1)*x.perBlock > believed {
-		return believed
+		return max(sure, odds*believed)
 	}
 	if used > 0 {
-		sure = max(sure, float64(used)*x.perBlock)
+		sure = max(sure, odds*float64(used)*x.perBlock)
 	}
 	// One block more than told, because where tokens end in the text is estimated.
 	if told := int(float64(m.Tokens)/x.perBlock) + 2; float64(told)*x.perBlock < believed {

@@ -495,10 +495,18 @@ func TestRanks(t *testing.T) {
 	}
 }
 
-// Where a replica has several ranks, the one that holds most of a prompt is told.
+// Where a replica has several ranks, the one that holds most of a prompt is told. Where requests are not sent to it, only
+// the chance to meet it counts.
 func TestRankThatHolds(t *testing.T) {
+	for _, pinned := range []bool{false, true} {
+		t.Run(fmt.Sprint("pinned ", pinned), func(t *testing.T) { testRankThatHolds(t, pinned) })
+	}
+}
+
+func testRankThatHolds(t *testing.T, pinned bool) {
 	engines := []*teller{newTeller(t, true), newTeller(t, true)}
 	cfg := engines[0].config()
+	cfg.Events.Pinned = pinned
 	cfg.Events.Stream = func(_ string, rank int) (kvevents.StreamConfig, bool) {
 		if rank >= len(engines) {
 			return kvevents.StreamConfig{}, false
@@ -528,7 +536,13 @@ func TestRankThatHolds(t *testing.T) {
 		if want < len(engines) {
 			learn(t, f, p, x, "base")
 		}
-		prefix.Held(p, 0)
+		held, likely := prefix.Held(p, 0), map[bool]float64{false: 1024, true: 2048}[pinned]
+		if want == len(engines) {
+			likely = 0
+		}
+		if math.Abs(held-likely) > engineBlock {
+			t.Errorf("%v tokens of prompt %d are counted on, want %v", held, want, likely)
+		}
 		if rank, ok := prefix.Rank(p); ok != (want < len(engines)) || ok && rank != want {
 			t.Errorf("rank %d, %t for the prompt of rank %d", rank, ok, want)
 		}

@@ -249,6 +249,16 @@ func (x *Index) LongestKeys(keys []Key, blockSize int) (Match, int) {
 	return x.best(func(v *View) Match { return v.LongestKeys(keys, blockSize) })
 }
 
+// CreditKeys is the sum of all ranks' credit for the keys.
+func (x *Index) CreditKeys(keys []Key, blockSize int) (sum float64) {
+	x.mu.RLock()
+	defer x.mu.RUnlock()
+	for _, v := range x.views {
+		sum += v.LongestKeys(keys, blockSize).Credit()
+	}
+	return sum
+}
+
 // best prefers the lowest of ranks with equal credit.
 func (x *Index) best(match func(*View) Match) (best Match, rank int) {
 	x.mu.RLock()
