@@ -9,8 +9,8 @@
 // of traffic over a fleet in a second or two.
 //
 // [Server] puts HTTP in front of an Engine: the inference endpoints, streaming,
-// /metrics and the faults that drills need. Its clock may run faster than the
-// wall clock.
+// /metrics, the faults that drills need, and KV events for whoever publishes
+// them. Its clock may run faster than the wall clock.
 //
 // The package knows nothing of the routing policies. It renders prompts on its
 // own, so that a test which compares the router's belief with the engine's cache
