@@ -508,11 +508,12 @@ func (x *exercise) awaitAvoided(addr string) {
 	x.Helper()
 	if !x.ours() {
 		time.Sleep(5 * time.Second)
-		x.note = fmt.Sprintf("; %d of %d clients hang", x.pending.Load(), streamClients+shortClients)
+		x.countHanging()
 		return
 	}
 	x.proxy.awaitRefused(addr)
 	x.known = time.Now()
+	x.countHanging()
 	x.join()
 }
 

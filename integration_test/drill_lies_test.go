@@ -3,7 +3,6 @@
 package integration
 
 import (
-	"fmt"
 	"net"
 	"net/http"
 	"sync/atomic"
@@ -43,12 +42,12 @@ var lies = []drill{
 	metricsDrill("43", "metrics of one jump back at every second page", enginesim.MetricsJumping, false),
 	metricsDrill("44", "metrics of one say that all was cached", enginesim.MetricsAllHits, false),
 	{
-		number: "45", name: "every second request to one hangs before its first token", hangs: true, compare: true, seldom: true, spread: true,
+		number: "45", name: "every second request to one hangs before its first token", starves: true, compare: true, seldom: true, spread: true,
 		front: func(x *exercise, s *enginesim.Server) string { return x.stuckFront(s) },
 		disturb: func(x *exercise) {
 			x.faulty.Store(true)
 			time.Sleep(4 * time.Second)
-			x.note = fmt.Sprintf("; %d of %d clients hang", x.pending.Load(), streamClients+shortClients)
+			x.countHanging()
 		},
 		mend: func(x *exercise) { x.faulty.Store(false) },
 	},

@@ -86,6 +86,7 @@ type drill struct {
 	seldom   bool                                      // the comparison only where it is asked for
 	uneven   string                                    // why new prompts are not spread evenly afterwards; "" if they are
 	hangs    bool                                      // least_conn's clients, all of them
+	starves  bool                                      // all clients may come to hang, whatever the policy
 	kept     int                                       // goroutines and files, for connections that outlive the load
 	stays    string                                    // why something stays of what the drill has opened; "" if nothing does
 	env      []string                                  // of Caddy's process
@@ -136,7 +137,6 @@ type exercise struct {
 	secure        string               // address of the other site
 	strangers     []string             // upstreams of other policies
 	narrators     map[string]*narrator // that publish what engines store
-	pending       atomic.Int64         // requests without an answer
 	spoiled       atomic.Int64         // of the drill's own requests, those that failed
 	note          string               // of what the table has no column for
 	phase         atomic.Int32
@@ -148,6 +148,7 @@ type exercise struct {
 
 	mu       sync.Mutex
 	records  []record
+	open     map[int64]time.Time // requests without an answer, and since when
 	visits   map[string][]string // replicas that a request was seen at
 	repeated int                 // visits to a replica that had seen the request
 }
@@ -207,7 +208,7 @@ func TestDrills(t *testing.T) {
 
 // play runs a drill from the start of its processes to the idle fleet afterwards.
 func play(t *testing.T, d drill, policy string) outcome {
-	x := &exercise{T: t, drill: d, policy: policy, over: make(chan struct{}), visits: make(map[string][]string)}
+	x := &exercise{T: t, drill: d, policy: policy, over: make(chan struct{}), visits: make(map[string][]string), open: make(map[int64]time.Time)}
 	x.startFleet()
 	x.proxy = newProxy(t)
 	x.proxy.level, x.proxy.env, x.proxy.files = "WARN", d.env, d.files
@@ -239,7 +240,7 @@ func play(t *testing.T, d drill, policy string) outcome {
 	if d.disturb != nil {
 		d.disturb(x)
 	}
-	if x.ours() || !d.hangs {
+	if (x.ours() || !d.hangs) && !d.starves {
 		x.dwell()
 	}
 	x.phase.Store(int32(mending))
@@ -407,8 +408,9 @@ func (x *exercise) send(client, system int, stream bool) {
 	if second := x.second.Load(); second != nil && client%2 == 1 {
 		p = second
 	}
-	x.pending.Add(1)
-	defer x.pending.Add(-1)
+	x.mu.Lock()
+	x.open[n] = rec.began
+	x.mu.Unlock()
 	a := x.try(p, body, fmt.Sprint(n))
 	for a.status == 0 && x.resend && rec.resent < 100 {
 		rec.resent++
@@ -418,7 +420,22 @@ func (x *exercise) send(client, system int, stream bool) {
 	rec.take(a)
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	delete(x.open, n)
 	x.records = append(x.records, rec)
+}
+
+// countHanging notes how many clients wait for far longer than an answer takes.
+func (x *exercise) countHanging() {
+	const long = 2 * time.Second
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	hang := 0
+	for _, began := range x.open {
+		if time.Since(began) > long {
+			hang++
+		}
+	}
+	x.note += fmt.Sprintf("; %d of %d clients hang", hang, streamClients+shortClients)
 }
 
 func (x *exercise) try(p *proxy, body, id string) answer {
@@ -478,10 +495,8 @@ func (x *exercise) ended() int {
 	return len(x.records)
 }
 
-// join adds short clients to the load, for when it may be that all the others wait for one replica. It tells how
-// many do.
+// join adds short clients to the load, for when it may be that all the others wait for one replica.
 func (x *exercise) join() {
-	x.note += fmt.Sprintf("; %d of %d clients hang", x.pending.Load(), streamClients+shortClients)
 	for i := range shortClients {
 		x.clients.Go(func() { x.client(streamClients + shortClients + i) })
 	}
