@@ -341,9 +341,12 @@ type Load struct {
 	// QueueKnown tells whether the engine's own figures keep Queue right: a
 	// fresh scrape with a count of first tokens, and no other senders.
 	QueueKnown bool
+	// Scraped is when the last good scrape ended, which was the last time that
+	// they did; zero before the first.
+	Scraped time.Time
 	// Late is how much longer than its queue explains the first in line has
-	// waited for its first token: the engine is full, or slow. 0 unless
-	// QueueKnown.
+	// waited for its first token, as far as that is known: the engine is full, or
+	// slow. 0 unless QueueKnown.
 	Late time.Duration
 	// Rate is how many of them the replica prefills a second; RateKnown tells
 	// whether that was learned from this replica itself.
@@ -418,8 +421,9 @@ func (p *Replica) load(now time.Time) Load {
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
 	}
+	l.Scraped = p.scrapes.Last
 	if l.QueueKnown {
-		l.Late = p.lateBy(now)
+		l.Late = p.late(now)
 	}
 	l.blocks = p.capacity
 	l.Used = p.footing
@@ -428,6 +432,19 @@ func (p *Replica) load(now time.Time) Load {
 	}
 	return l
 }
+
+// late is how late the first in line is, as far as that is known: what has got
+// its first token since the last scrape looks as if it still waited for it.
+func (p *Replica) late(now time.Time) time.Duration {
+	if known := p.scrapes.Last.Add(knownFor); known.Before(now) {
+		now = known
+	}
+	return p.lateBy(now)
+}
+
+// knownFor is how long after a scrape requests that had no first token by then
+// are taken to wait for it.
+const knownFor = time.Second
 
 // Connectable tells whether a request can be sent: over an idle connection, or
 // because this process has a descriptor for a new one.

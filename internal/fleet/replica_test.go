@@ -93,6 +93,31 @@ func TestClampAllowsForTheScrapesDuration(t *testing.T) {
 	}
 }
 
+// What has no first token is late as far as the last scrape tells, and a second
+// longer: later it may have got one.
+func TestLateAsFarAsIsKnown(t *testing.T) {
+	b := newBench(t, Config{Interval: 10 * time.Second})
+	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
+	b.send(1000, 1000) // expected within 0.1 s
+	b.pass(5 * time.Second)
+	if late := b.load().Late; late != 0 {
+		t.Errorf("%v late since a scrape that could not know of it", late)
+	}
+	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
+	late := b.load().Late
+	if late < 3*time.Second || late > 5*time.Second {
+		t.Errorf("%v late after 5 s without a first token", late)
+	}
+	b.pass(8 * time.Second)
+	if more := b.load().Late - late; more != knownFor {
+		t.Errorf("%v later within the 8 s since the last scrape, want %v", more, knownFor)
+	}
+	b.scrape(metrics.Snapshot{FirstTokens: known(1)})
+	if late := b.load().Late; late != 0 {
+		t.Errorf("%v late with nothing in line", late)
+	}
+}
+
 // Whatever finished, and all sent before it, is past its first token.
 func TestFinishPassesThoseBefore(t *testing.T) {
 	b := newBench(t, Config{})

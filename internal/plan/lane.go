@@ -95,13 +95,20 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 	l.queue, l.inFlight, l.free = l.load.Wait(), l.load.InFlight, l.load.Free()
 	l.roomy = math.Inf(1)
 	if l.load.QueueKnown {
-		l.roomy = max(s.terms.Room.Seconds()*l.load.Rate, oneBatch)
+		l.roomy = max(s.terms.Room.Seconds()*l.load.Rate, oneBatch) + s.unseen(&l.load.Load)
 	}
 	if l.load.Starved {
 		l.roomy = -1
 	}
 	l.best = strictest.allows(&l.load.Load, false, true)
 	l.perUnit = 1 / l.load.Pace
+}
+
+// unseen is how many tokens a replica may have worked off since its last scrape
+// that its queue still holds: what it does in that time, but for a second, in
+// which a queue is known well enough.
+func (s *lanes) unseen(l *fleet.Load) float64 {
+	return l.Rate * max(0, s.now.Sub(l.Scraped).Seconds()-1)
 }
 
 // reread takes in what has been sent to a replica, and keeps what is planned

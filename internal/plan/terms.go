@@ -11,8 +11,9 @@ import (
 type Terms struct {
 	// Room is how much prefill work a replica may have queued and still be
 	// sent more, as the time that it takes. A request whose replica has more is
-	// held back, free to change its mind. An infinite Room binds every request
-	// on arrival.
+	// held back, free to change its mind. Where the last scrape is older than a
+	// second there is so much more room, as the replica may have done that much
+	// unseen. An infinite Room binds every request on arrival.
 	Room time.Duration
 	// Age is how much more urgent waiting makes a request, in tokens of cost
 	// over the longest time that first come, first served would make anyone

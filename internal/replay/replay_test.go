@@ -91,6 +91,28 @@ func TestConversation(t *testing.T) {
 	}
 }
 
+// Old scrapes are worth less than new ones, but not less than none.
+func TestOldScrapes(t *testing.T) {
+	traffic := chats(t, 800)
+	mean := func(scrape time.Duration) float64 {
+		s := Study{
+			Setup:   Setup{Engines: replicas(6), Scrape: scrape, Jitter: time.Second},
+			Traffic: traffic, Contenders: contenders(t, "kv_cache_aware"), Seeds: 2,
+		}
+		results, err := s.Run(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return results[0].Mean.Mean
+	}
+	fresh, none := mean(time.Second), mean(0)
+	for _, age := range []time.Duration{5 * time.Second, 15 * time.Second} {
+		if old := mean(age); old < fresh || old > 2*none {
+			t.Errorf("mean TTFT is %.2f s with scrapes every %v, %.2f with one a second, %.2f with none", old, age, fresh, none)
+		}
+	}
+}
+
 // With two kinds of machine the faster ones do more, about as if their rates
 // were known.
 func TestMixedFleet(t *testing.T) {
