@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -173,11 +174,18 @@ func (f *demoFlags) play(ctx context.Context, out, status io.Writer) (err error)
 	p.introduce(d)
 	var outcomes []demo.Outcome
 	for _, policy := range d.Policies() {
+		begun := time.Now()
 		o, err := f.playOne(ctx, d, policy, status)
 		if err != nil {
+			if len(outcomes) > 0 { // what was played before is not lost with this one
+				p.table(outcomes)
+			}
 			return err
 		}
 		outcomes = append(outcomes, o)
+		if !isTerminal(status) && len(outcomes) < len(d.Policies()) { // where no bar moves
+			fmt.Fprintf(status, "%s: played in %v\n", policy.Name, time.Since(begun).Round(time.Second))
+		}
 	}
 	p.table(outcomes)
 	if f.noServe {

@@ -179,6 +179,22 @@ func TestInterrupt(t *testing.T) {
 	}
 }
 
+// What was played before an interruption is shown.
+func TestInterruptedBetweenPolicies(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	f := &demoFlags{policies: []string{"round_robin", "least_conn"}}
+	f.Config = demo.Config{Replicas: 2, Speed: 40, Limit: 8, Sessions: 8, Listen: "127.0.0.1:0"}
+	var out bytes.Buffer
+	err := f.play(ctx, &out, &signalling{text: "round_robin: played in", end: cancel})
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("error is %v", err)
+	}
+	if table := out.String(); !strings.Contains(table, "TTFT mean") || !strings.Contains(table, "round_robin  ") || strings.Contains(table, "least_conn  ") {
+		t.Errorf("the table is not that of the one policy played:\n%s", table)
+	}
+}
+
 func TestFaultyCommandLines(t *testing.T) {
 	for _, c := range []struct {
 		args []string
