@@ -56,8 +56,7 @@ type PrefixHash struct {
 	LoadFactor float64 `json:"load_factor,omitempty"`
 
 	// How many prompt tokens above the mean it may have in any case: five seconds
-	// of prefill at 10,000 tokens a second, and less than that is enough for
-	// slower replicas. Default: 50000.
+	// of prefill at 10,000 tokens a second. Default: 50000.
 	Slack int `json:"slack,omitempty"`
 
 	// Text that goes into every key. Caddys that shall agree need the same;
