@@ -30,6 +30,9 @@ type ledger struct {
 	// uncached prompt tokens of those in flight: what they take of the KV cache.
 	// What an engine has cached it holds already, be it for ten of them.
 	footing float64
+	// outstanding before the last one left, and when it did
+	before float64
+	left   time.Time
 
 	sent uint64 // reservations ever made, minus those aborted before their first token
 	past uint64 // of those, known to be past their first token
@@ -73,6 +76,15 @@ func (l *ledger) drain(now time.Time, rate float64) {
 	}
 }
 
+// since is the number of prompt tokens that were in flight at some time since
+// then, a moment ago.
+func (l *ledger) since(then time.Time) float64 {
+	if l.left.After(then) {
+		return max(l.before, l.outstanding)
+	}
+	return l.outstanding
+}
+
 // queue is the backlog at now, without changing anything.
 func (l *ledger) queue(now time.Time, rate float64) float64 {
 	return drained(l.backlog, l.asOf, now, rate)
@@ -90,6 +102,7 @@ func drained(backlog float64, asOf, now time.Time, rate float64) float64 {
 func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64) {
 	l.drain(now, rate)
 	l.inFlight--
+	l.before, l.left = l.outstanding, now
 	l.outstanding -= r.Prompt
 	l.footing -= r.Uncached
 	if l.inFlight == 0 {

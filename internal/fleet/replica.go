@@ -65,6 +65,7 @@ type Replica struct {
 	// what the engine had running and waiting beyond our own at the last scrape
 	others      float64
 	otherTokens float64
+	gauged      float64 // our prompt tokens in flight when the engine told its KV usage
 
 	capacity     int     // blocks told to the residency index
 	assumed      assumed // what the fleet reckons with while nothing better is known
@@ -360,6 +361,9 @@ type Load struct {
 	InFlight float64
 	// KVUsage is the engine's own figure (0..1), unknown when stale or absent.
 	KVUsage metrics.Fact
+	// Returned is the share of the KV cache that our requests have given back
+	// since KVUsage was read. What they have taken since is in Queue and InFlight.
+	Returned float64
 	// Capacity is the KV cache in tokens, 0 when unknown; Used is how many of
 	// them requests in flight are believed to hold.
 	Capacity, Used float64
@@ -428,9 +432,20 @@ func (p *Replica) load(now time.Time) Load {
 	l.blocks = p.capacity
 	l.Used = p.footing
 	if l.KVUsage.Known && l.Capacity > 0 {
+		l.Returned = max(0, p.gauged-p.outstanding) / l.Capacity
 		l.Used = max(l.Used, l.KVUsage.Value*l.Capacity)
 	}
 	return l
+}
+
+// KVFree is the share of the KV cache that no request in flight uses, as far as
+// that is known: 1 where it is not. A replica whose only request ended just
+// after a scrape is as free as one that had none.
+func (l *Load) KVFree() float64 {
+	if !l.KVUsage.Known {
+		return 1
+	}
+	return 1 - max(0, l.KVUsage.Value-l.Returned)
 }
 
 // late is how late the first in line is, as far as that is known: what has got
@@ -558,6 +573,7 @@ func (p *Replica) Observe(s metrics.Scrape, now time.Time) []Transition {
 	p.scrapes.Last = now
 	prev, next := p.latest, s.Snapshot
 	p.latest = next
+	p.gauged = p.since(now.Add(-s.Duration))
 	p.roster.page.Store(next)
 	note("scrape", wasErr, "")
 	if prev == nil {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"sync"
 	"syscall"
@@ -396,6 +397,51 @@ func TestAvoid(t *testing.T) {
 		if a.String() == "" {
 			t.Errorf("%d has no name", a)
 		}
+	}
+}
+
+// The engine tells its KV usage once a second. What our requests have given back since counts at once: an idle replica
+// must not look full because one was in flight when it was asked.
+func TestKVFreeWhenRequestsEnd(t *testing.T) {
+	b := newBench(t, Config{})
+	page := func(usage float64) metrics.Snapshot {
+		return metrics.Snapshot{KVUsage: known(usage), CapacityTokens: known(10_000), BlockTokens: known(32)}
+	}
+	want := func(free float64, when string) {
+		t.Helper()
+		if l := b.load(); math.Abs(l.KVFree()-free) > 1e-9 {
+			t.Errorf("%s: %.2f free, want %.2f; %+v", when, l.KVFree(), free, l)
+		}
+	}
+	want(1, "before the first scrape")
+	first := b.send(2000, 500)
+	b.scrape(page(0.2))
+	want(0.8, "with one in flight")
+	second := b.send(1000, 1000)
+	want(0.8, "with one more, sent since")
+	second.Finish(b.now)
+	want(0.8, "when that has ended")
+	first.Finish(b.now)
+	want(1, "when both have")
+	b.scrape(page(0.9))
+	want(0.1, "with others' requests")
+	b.pass(time.Hour)
+	want(1, "long after the last scrape")
+}
+
+// A scrape takes its time, in which the request that it tells of may end.
+func TestKVFreeWhenARequestEndsDuringTheScrape(t *testing.T) {
+	b := newBench(t, Config{})
+	r := b.send(2000, 2000)
+	b.pass(time.Second)
+	r.Finish(b.now)
+	b.pass(time.Millisecond)
+	b.fleet.Observe(b.replica, metrics.Scrape{
+		Snapshot: &metrics.Snapshot{At: b.now, Engine: metrics.VLLM, KVUsage: known(0.2), CapacityTokens: known(10_000), BlockTokens: known(32)},
+		Duration: 10 * time.Millisecond,
+	}, b.now)
+	if l := b.load(); l.KVFree() != 1 {
+		t.Errorf("%.2f free of an idle replica", l.KVFree())
 	}
 }
 

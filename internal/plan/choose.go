@@ -126,7 +126,7 @@ func (s *Scheduler) settle(r *Request, tied float64) int {
 			t := &s.ties[i]
 			at := s.choices[t.at]
 			p, l := r.Replicas[at], r.offers[at].lane
-			t.kvFree, t.spare, t.rendezvous = l.kvFree(), p.Spare(&l.load.Load), Rendezvous(r.Key, p.ID)
+			t.kvFree, t.spare, t.rendezvous = l.load.KVFree(), p.Spare(&l.load.Load), Rendezvous(r.Key, p.ID)
 		}
 	}
 	return foremost(s.ties)

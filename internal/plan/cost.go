@@ -45,7 +45,8 @@ type Candidate struct {
 	// Reuse is how many requests of the last minutes asked for what replicas
 	// hold of the prompt, for each replica: those that the next minutes bring.
 	Reuse float64
-	// KVFree is 1 - the engine's KV usage, and 1 where it is unknown.
+	// KVFree is the share of KV cache that no request in flight uses, and 1 where
+	// it is unknown; see [fleet.Load.KVFree].
 	KVFree float64
 	// Spare is the share of its cache that is believed to hold nothing yet.
 	Spare float64

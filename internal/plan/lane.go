@@ -33,9 +33,6 @@ type lane struct {
 // hasRoom tells whether the replica can be sent more.
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
-// kvFree is as in [Candidate].
-func (l *lane) kvFree() float64 { return 1 - l.load.KVUsage.Value }
-
 // cost is Rule.Cost of a request with so much to compute.
 func (l *lane) cost(rule *Rule, uncached, toOthers float64) float64 {
 	busy := l.queue + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
