@@ -152,7 +152,7 @@ func TestHostilePages(t *testing.T) {
 			}
 			good := view().Good
 			hostile.Store(false)
-			await(t, "a good page again", func() bool { return view().Good > good })
+			await(t, "a good page again", func() bool { return view().Good > good && said(true, false) > 0 }) // it is told afterwards
 			if began, changed, ended := said(false, true), said(true, true), said(true, false); began != 1 || changed != 0 || ended != 1 {
 				t.Errorf("%d lines tell of the failure, %d of another, %d of its end", began, changed, ended)
 			}
