@@ -274,18 +274,20 @@ func (d *decision) send(a *attempt, now time.Time) {
 }
 
 // land books what the latest attempt's replica will hold. It is called once for
-// each attempt, before the request goes its way.
+// each attempt, by whoever has made it.
 func (d *decision) land() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.muted {
-		return
+	if !d.muted {
+		d.latest().Land(d.prompt.Chain)
 	}
-	a := d.latest()
-	if !d.over {
-		a.replica.Holds(d.prompt.Chain)
+}
+
+// landBeside is land for a request that is about to go its way: if it takes a
+// while, then beside it.
+func (d *decision) landBeside() {
+	if !d.muted {
+		a := d.latest()
+		landings.land(&a.Reservation, d.prompt.Chain, a.matched)
 	}
-	a.Land()
 }
 
 // end books the end of the request, whose context is done: the response has
@@ -346,9 +348,11 @@ func (d *decision) outcome(ctx context.Context) (o outcome) {
 	if v, ok := repl.Get("http.reverse_proxy.status_code"); ok {
 		o.status, _ = v.(int)
 	}
-	if v, ok := repl.Get("http.reverse_proxy.header.Retry-After"); ok {
-		text, _ := v.(string)
-		o.retryAfter = retryAfter(text, time.Now())
+	if o.status >= 400 { // else to look for what is not there costs a microsecond
+		if v, ok := repl.Get("http.reverse_proxy.header.Retry-After"); ok {
+			text, _ := v.(string)
+			o.retryAfter = retryAfter(text, time.Now())
+		}
 	}
 	if v, ok := repl.Get("http.reverse_proxy.upstream.duration"); ok && v != nil {
 		o.done = true

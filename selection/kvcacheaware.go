@@ -214,7 +214,7 @@ func (p *KVCacheAware) Select(pool reverseproxy.UpstreamPool, r *http.Request, w
 	}
 	upstream := a.upstream
 	if upstream != nil {
-		d.land()
+		d.landBeside()
 	}
 	if a.Holder != nil {
 		a.prefix.Prune()

@@ -197,7 +197,7 @@ func (p *PrefixHash) Select(pool reverseproxy.UpstreamPool, r *http.Request, w h
 		},
 	}
 	d.send(a, start)
-	d.land()
+	d.landBeside()
 	p.note(r, d, start)
 	if len(candidates.at) < len(pool) {
 		p.noteAvoided(d, pool, start)

@@ -137,7 +137,10 @@ type Reservation struct {
 	past     bool
 	place    int // in inUse, from 1
 	once     sync.Once
-	landed   atomic.Bool
+
+	stay    residency.Stay
+	landing sync.Mutex  // held while blocks are put into the index
+	landed  atomic.Bool // they are there, or never will be
 }
 
 // Replica tells where the reservation was made.
@@ -150,7 +153,7 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.seq++
-	r.replica, r.seq, r.sentAt = p, p.seq, now
+	r.replica, r.seq, r.sentAt, r.stay = p, p.seq, now, p.stay()
 	if p.inFlight == 0 {
 		p.idleSince = now
 	}
@@ -161,11 +164,27 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	p.meanUncached += (r.Uncached - p.meanUncached) / 16
 }
 
-// Land notes that the prompt's blocks are booked with Holds, or never will be.
-func (r *Reservation) Land() { r.landed.Store(true) }
+// Land is Holds for the replica as it was when the reservation was made. It may
+// come late, and on another goroutine: it does nothing once the request has come
+// to nothing, or once the replica has left or was emptied.
+func (r *Reservation) Land(chain []uint64) {
+	r.landing.Lock()
+	defer r.landing.Unlock()
+	if !r.landed.Load() {
+		r.stay.Insert(chain)
+		r.landed.Store(true)
+	}
+}
 
-// Landed tells whether Land was called.
-func (r *Reservation) Landed() bool { return r.landed.Load() }
+// callOff keeps what has not landed from landing, and waits for what is about to.
+func (r *Reservation) callOff() {
+	r.landing.Lock()
+	defer r.landing.Unlock()
+	r.landed.Store(true)
+}
+
+// Landed tells whether Land has nothing to do any more.
+func (r *Reservation) Landed() bool { return r.landed.Load() || r.stay.Over() }
 
 // Finish books that the engine answered. It is idempotent with Abort: the
 // first call counts.
@@ -177,6 +196,9 @@ func (r *Reservation) Abort(now time.Time) { r.release(aborted, now) }
 
 func (r *Reservation) release(how outcome, now time.Time) {
 	r.once.Do(func() {
+		if how != finished {
+			r.callOff()
+		}
 		p := r.replica
 		p.mu.Lock()
 		defer p.mu.Unlock()
@@ -269,7 +291,16 @@ func (p *Replica) Holds(chain []uint64) {
 	}
 }
 
-// Lacks takes back Holds for the blocks of a chain from index from on: the
+// stay is what outlives neither the replica's leaving nor its being emptied.
+func (p *Replica) stay() residency.Stay {
+	stay := p.registry.Index.Stay(p.Slot)
+	if p.gone.Load() { // asked afterwards: before it, the slot was its own
+		return residency.Stay{}
+	}
+	return stay
+}
+
+// Lacks takes back Holds and Land for the blocks of a chain from index from on: the
 // replica did not take the request.
 func (p *Replica) Lacks(chain []uint64, from int) {
 	if !p.gone.Load() {

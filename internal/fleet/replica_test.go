@@ -205,6 +205,60 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+// Blocks may land late: then not after their request came to nothing, nor at a
+// replica that was emptied or has left meanwhile.
+func TestLandingLate(t *testing.T) {
+	chain := []uint64{1, 2, 3}
+	for name, tt := range map[string]struct {
+		meanwhile func(*bench, *Reservation)
+		want      int
+	}{
+		"in flight":     {func(*bench, *Reservation) {}, 3},
+		"answered":      {func(b *bench, r *Reservation) { r.Finish(b.now) }, 3},
+		"client left":   {func(b *bench, r *Reservation) { r.Abort(b.now) }, 0},
+		"not answered":  {func(b *bench, r *Reservation) { r.Fail(b.now) }, 0},
+		"refused":       {func(b *bench, r *Reservation) { r.Refuse(503, 0, b.now) }, 0},
+		"restarted":     {func(b *bench, _ *Reservation) { b.replica.cleared() }, 0},
+		"replica left":  {func(b *bench, _ *Reservation) { b.fleet.Stop() }, 0},
+		"landed before": {func(b *bench, r *Reservation) { r.Land(chain); b.replica.Lacks(chain, 1) }, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBench(t, Config{})
+			other := b.fleet.Registry.Index.Join(10) // the index is never empty
+			defer b.fleet.Registry.Index.Leave(other)
+			r := b.send(10, 10)
+			if r.Landed() {
+				t.Fatal("landed before Land")
+			}
+			tt.meanwhile(b, r)
+			r.Land(chain)
+			if n := b.fleet.Registry.Index.MatchOne(b.replica.Slot, chain); n != tt.want || !r.Landed() {
+				t.Errorf("%d blocks are held, landed: %t; want %d", n, r.Landed(), tt.want)
+			}
+		})
+	}
+}
+
+// Whatever comes first, a request that came to nothing leaves no blocks behind.
+func TestLandingRacesWithFailure(t *testing.T) {
+	b := newBench(t, Config{})
+	chain := make([]uint64, 500)
+	for i := range chain {
+		chain[i] = uint64(i) + 1
+	}
+	for range 200 {
+		r := b.send(10, 10)
+		var landing sync.WaitGroup
+		landing.Go(func() { r.Land(chain) })
+		r.Abort(b.now)
+		b.replica.Lacks(chain, 0)
+		landing.Wait()
+		if n := b.fleet.Registry.Index.MatchOne(b.replica.Slot, chain); n != 0 {
+			t.Fatalf("%d blocks are held after the failure", n)
+		}
+	}
+}
+
 func TestHangGuard(t *testing.T) {
 	page := func(tokens float64) metrics.Snapshot {
 		return metrics.Snapshot{GenerationTokens: known(tokens), FirstTokens: known(0), PromptTokens: known(0)}

@@ -92,10 +92,7 @@ type caller struct {
 }
 
 // land puts a late one's blocks into the index.
-func (c *caller) land() {
-	c.Replicas[c.choice.Index].Holds(c.Chain)
-	c.reservation.Land()
-}
+func (c *caller) land() { c.reservation.Land(c.Chain) }
 
 func (w *world) caller(tokens float64, chain ...uint64) *caller {
 	c := &caller{world: w}

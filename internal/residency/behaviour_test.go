@@ -102,6 +102,43 @@ func TestSlots(t *testing.T) {
 	}
 }
 
+// What is booked for a stay that is over is void, whoever has the slot by then.
+func TestStay(t *testing.T) {
+	chain := chained([]byte("abc"))
+	for name, end := range map[string]func(*Index, Slot){
+		"cleared": (*Index).Clear,
+		"left":    (*Index).Leave,
+		"left, and another has the slot": func(x *Index, slot Slot) {
+			x.Leave(slot)
+			if got := x.Join(10); got != slot {
+				t.Fatalf("Join = %d, want the slot %d that was left", got, slot)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			x := New()
+			x.Join(10)
+			slot := x.Join(10)
+			stay := x.Stay(slot)
+			stay.Insert(chain)
+			if n := x.MatchOne(slot, chain); n != 3 || stay.Over() {
+				t.Fatalf("%d blocks are held, over: %t; want all 3 of a stay that goes on", n, stay.Over())
+			}
+			end(x, slot)
+			stay.Insert(chain)
+			if n := x.MatchOne(slot, chain); n != 0 || !stay.Over() {
+				t.Errorf("%d blocks are held, over: %t; want none of a stay that is over", n, stay.Over())
+			}
+			checkInvariants(t, x)
+		})
+	}
+	var none Stay
+	none.Insert(chain)
+	if !none.Over() {
+		t.Error("the zero stay goes on")
+	}
+}
+
 func TestMatchReusesMemory(t *testing.T) {
 	x, system := fullFleet(100, 300, 100)
 	chain := append(slices.Clone(system), 1, 2, 3)

@@ -282,11 +282,29 @@ func (x *Index) SetCapacity(slot Slot, blocks int) {
 // the most recently used, the head more recently than the tail. What no longer fits is
 // evicted, least recently used first. Of a chain longer than the capacity the head is
 // kept.
-func (x *Index) Insert(slot Slot, chain []uint64) {
-	if r := x.view.Load().replica(slot); r != nil && len(chain) > 0 {
-		r.insert(chain)
+func (x *Index) Insert(slot Slot, chain []uint64) { x.Stay(slot).Insert(chain) }
+
+// Stay is a replica's time in the index until it leaves or is cleared. What is booked
+// for a stay that is over is void, so that it may be booked later than it happened. The
+// zero Stay is over.
+type Stay struct {
+	index   *Index
+	replica *replica
+}
+
+// Stay returns the present stay of a replica.
+func (x *Index) Stay(slot Slot) Stay { return Stay{x, x.view.Load().replica(slot)} }
+
+// Over tells whether the replica has left or was cleared.
+func (s Stay) Over() bool { return s.replica == nil || s.replica.dead.Load() }
+
+// Insert is as [Index.Insert].
+func (s Stay) Insert(chain []uint64) {
+	if s.replica == nil {
+		return
 	}
-	x.sweep(sweepPerBlock * len(chain))
+	s.replica.insert(chain)
+	s.index.sweep(sweepPerBlock * len(chain))
 }
 
 // Remove books that a replica lost the chain's blocks from index from on, and so

@@ -39,6 +39,9 @@ func (r *replica) evicted(n int) {
 }
 
 func (r *replica) insert(chain []uint64) {
+	if len(chain) == 0 {
+		return
+	}
 	b := newBatch()
 	defer b.free()
 	r.mu.Lock()
