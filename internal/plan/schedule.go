@@ -5,7 +5,6 @@ package plan
 import (
 	"math"
 	"slices"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -45,7 +44,7 @@ type Scheduler struct {
 	index *residency.Index
 	held  atomic.Int64 // how many wait; read without the lock
 
-	mu      sync.Mutex
+	mu      brief
 	line    line
 	lanes   lanes
 	reuses  reuses
