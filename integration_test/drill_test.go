@@ -86,7 +86,6 @@ type drill struct {
 	seldom   bool                                      // the comparison only where it is asked for
 	uneven   string                                    // why new prompts are not spread evenly afterwards; "" if they are
 	hangs    bool                                      // least_conn's clients, all of them
-	starves  bool                                      // all clients may come to hang, whatever the policy
 	kept     int                                       // goroutines and files, for connections that outlive the load
 	stays    string                                    // why something stays of what the drill has opened; "" if nothing does
 	env      []string                                  // of Caddy's process
@@ -126,9 +125,10 @@ type exercise struct {
 	addrs  []string
 
 	// of the drill at hand
-	victim *enginesim.Server
-	faulty atomic.Bool // the fault is on
-	known  time.Time   // since when it is known, or has been on for a while
+	victim  *enginesim.Server
+	faulty  atomic.Bool // the fault is on
+	known   time.Time   // since when it is known, or has been on for a while
+	hanging int         // clients that wait for far longer than an answer takes
 
 	first, second atomic.Pointer[proxy] // that clients use; half of them the second, if there is one
 	resolver      *resolver             // that tells the upstreams, if they are dynamic
@@ -240,7 +240,7 @@ func play(t *testing.T, d drill, policy string) outcome {
 	if d.disturb != nil {
 		d.disturb(x)
 	}
-	if (x.ours() || !d.hangs) && !d.starves {
+	if x.ours() || !d.hangs {
 		x.dwell()
 	}
 	x.phase.Store(int32(mending))
@@ -435,6 +435,7 @@ func (x *exercise) countHanging() {
 			hang++
 		}
 	}
+	x.hanging = hang
 	x.note += fmt.Sprintf("; %d of %d clients hang", hang, streamClients+shortClients)
 }
 

@@ -62,6 +62,17 @@ func (u *inUse) leave(r *Reservation, how outcome, now time.Time) {
 	}
 }
 
+// takenIn is how many requests in flight an engine must have taken in: those that
+// have their first token, and all that were sent before a time.
+func (u *inUse) takenIn(before time.Time) (n int) {
+	for _, f := range u.flying {
+		if f.request.past || f.request.sentAt.Before(before) {
+			n++
+		}
+	}
+	return n
+}
+
 // cleared notes that the engine has emptied its cache.
 func (u *inUse) cleared() { u.answered = [answersKept]answeredPrompt{} }
 

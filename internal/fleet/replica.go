@@ -29,6 +29,15 @@ const (
 	// the engine must know nothing of for as long to show that what is before it
 	// hangs. A few may be clients that read slowly.
 	strandedLeast = 4
+	// lostAfter is how old a request must be for an engine that counts it neither
+	// as running nor as waiting not to know it: engines take requests in between
+	// two steps, and a step may take most of a second.
+	lostAfter = time.Second
+	// lostWeight is how many prompts one such request counts for in a choice, and
+	// lostMost how many of them count. Two are to outweigh a prompt that is cached
+	// there; more than lostMost tell nothing new, and may be slow readers.
+	lostWeight = 3
+	lostMost   = 4
 )
 
 // Replica is one engine endpoint: all that is known of it, shared by every
@@ -76,6 +85,7 @@ type Replica struct {
 	idleSince time.Time // when the ledger last became empty, or the first request came
 	hung      bool
 	refused   bool
+	lost      int // requests in flight that the engine knew nothing of at the last scrape
 
 	breaker breaker
 	warm    warmUp
@@ -113,6 +123,16 @@ func (l Load) Free() float64 {
 		return math.Inf(1)
 	}
 	return l.Capacity - l.Used
+}
+
+// lostTokens is what requests count for in a choice that the engine knows
+// nothing of.
+func (p *Replica) lostTokens() float64 {
+	n := min(p.lost, p.inFlight, lostMost)
+	if n == 0 {
+		return 0
+	}
+	return lostWeight * float64(n) * p.outstanding / float64(p.inFlight)
 }
 
 // Wait is the queue with what the engine is late by, in tokens at its rate.
@@ -380,6 +400,10 @@ type Load struct {
 	// waited for its first token, as far as that is known: the engine is full, or
 	// slow. 0 unless QueueKnown.
 	Late time.Duration
+	// Lost is what requests in flight count for, in tokens, that the engine knows
+	// nothing of: something between it and us keeps their answers, or has kept
+	// them from it, and may do so with the next. The engine does not work on it.
+	Lost float64
 	// Rate is how many of them the replica prefills a second; RateKnown tells
 	// whether that was learned from this replica itself.
 	Rate      float64
@@ -456,6 +480,7 @@ func (p *Replica) load(now time.Time) Load {
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
 	}
+	l.Lost = p.lostTokens()
 	l.Scraped = p.scrapes.Last
 	if l.QueueKnown {
 		l.Late = p.late(now)
@@ -653,6 +678,7 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	worked := perSecond * lag.Seconds()
 
 	p.firstTokens(next, worked, now)
+	p.lost = p.missing(next, now.Add(-lag))
 	if next.Waiting.Known {
 		// The engine's queue is shared by all senders; ours are at most so many.
 		p.raiseTo(int(min(next.Waiting.Value, float64(p.unstarted()))), worked)
@@ -752,6 +778,15 @@ func (p *Replica) stranded(s *metrics.Snapshot) bool {
 	}
 	lost := float64(p.inFlight) - s.Running.Value - s.Waiting.Value
 	return lost >= max(strandedLeast, float64(p.inFlight)/2)
+}
+
+// missing is how many requests in flight the engine knew nothing of at a time,
+// beyond the few whose answers are on their way.
+func (p *Replica) missing(s *metrics.Snapshot, at time.Time) int {
+	if !s.Running.Known || !s.Waiting.Known {
+		return 0
+	}
+	return max(0, p.inUse.takenIn(at.Add(-lostAfter))-int(s.Running.Value+s.Waiting.Value)-p.inFlight/16)
 }
 
 // guardAgainstHang notes a replica whose counters stand still although it has

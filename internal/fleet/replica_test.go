@@ -349,6 +349,72 @@ func TestStrandedRequests(t *testing.T) {
 	}
 }
 
+// A request that the engine knows nothing of counts in a choice, long before the
+// replica is taken for hung. One that merely takes long does not, however many
+// others have been answered since.
+func TestLostRequests(t *testing.T) {
+	const prompt = 1000
+	for _, tt := range []struct {
+		name     string
+		inFlight int
+		age      time.Duration
+		running  float64 // by the engine's word
+		answered int     // of those in flight, after the scrape
+		want     float64
+	}{
+		{"idle", 0, 2 * time.Second, 0, 0, 0},
+		{"long answers beside short ones", 8, time.Minute, 8, 0, 0},
+		{"on its way to the engine", 2, lostAfter / 2, 0, 0, 0},
+		{"one is lost", 1, 2 * time.Second, 0, 0, lostWeight * prompt},
+		{"two of five are lost", 5, 2 * time.Second, 3, 0, 2 * lostWeight * prompt},
+		{"no more than a few count", 40, 2 * time.Second, 0, 0, lostMost * lostWeight * prompt},
+		{"a few of many are on their way back", 64, 2 * time.Second, 61, 0, 0},
+		{"the lost are answered", 3, 2 * time.Second, 0, 3, 0},
+		{"other senders", 2, 2 * time.Second, 10, 0, 0},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			b := newBench(t, Config{})
+			var open []*Reservation
+			for range tt.inFlight {
+				r := &Reservation{Prompt: prompt, Chain: []uint64{1}}
+				b.replica.Reserve(r, b.now)
+				open = append(open, r)
+			}
+			b.pass(tt.age)
+			b.scrape(metrics.Snapshot{Running: known(tt.running), Waiting: known(0)})
+			for _, r := range open[:tt.answered] {
+				r.Finish(b.now)
+			}
+			l := b.load()
+			if l.Lost != tt.want {
+				t.Errorf("lost requests count for %v tokens, want %v", l.Lost, tt.want)
+			}
+			if l.Wait() != 0 {
+				t.Errorf("they are taken for a queue of %v tokens", l.Wait())
+			}
+			b.scrape(metrics.Snapshot{})
+			if got := b.load().Lost; got != 0 {
+				t.Errorf("they count for %v tokens where the engine does not tell", got)
+			}
+		})
+	}
+}
+
+// Of a request whose first token the engine has counted it must know, however
+// young it is.
+func TestLostAfterFirstToken(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{FirstTokens: known(7), Running: known(0), Waiting: known(0)})
+	b.replica.Reserve(&Reservation{Prompt: 500, Chain: []uint64{1}}, b.now)
+	for _, firsts := range []float64{7, 8} {
+		b.pass(lostAfter / 4)
+		b.scrape(metrics.Snapshot{FirstTokens: known(firsts), Running: known(0), Waiting: known(0)})
+		if got, want := b.load().Lost, (firsts-7)*lostWeight*500; got != want {
+			t.Errorf("after %v first tokens: %v tokens, want %v", firsts-7, got, want)
+		}
+	}
+}
+
 // An engine that has no counter which work moves can't be caught.
 func TestHangGuardNeedsCounters(t *testing.T) {
 	b := newBench(t, Config{})

@@ -105,7 +105,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 			continue
 		}
 		uncached := r.offers[i].uncached
-		cost := s.Rule.cost(l.queue, uncached, l.inFlight, max(0, uncached-l.free), l.load.Pace, r.toOthers)
+		cost := s.Rule.cost(l.queue+l.lost, uncached, l.inFlight, max(0, uncached-l.free), l.load.Pace, r.toOthers)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

@@ -30,7 +30,8 @@ var Default = Rule{MatchWeight: 5, PerRequest: 400}
 
 // Candidate is one replica that could serve a request.
 type Candidate struct {
-	// Queue is the number of uncached prompt tokens that wait there.
+	// Queue is the number of uncached prompt tokens that wait there, with what
+	// requests count for that are lost on the way.
 	Queue float64
 	// Uncached is how many tokens of this prompt would be computed there.
 	Uncached float64

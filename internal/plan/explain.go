@@ -10,7 +10,7 @@ import (
 
 // Costs is what [Rule.Cost] is made of, in tokens of queue at the fleet's pace.
 type Costs struct {
-	// Queue is what waits there, Requests what decodes there, Pressure the KV
+	// Queue is what waits there or is lost on the way, Requests what decodes there, Pressure the KV
 	// cache that must be freed: each over the replica's pace.
 	Queue, Requests, Pressure float64
 	// Compute is the rest: the prompt's uncached tokens, and what computing
@@ -81,7 +81,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		l := s.lanes.at(r, at)
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
-			Queue: l.queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight, Pace: l.load.Pace, Reuse: r.reuse,
+			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight, Pace: l.load.Pace, Reuse: r.reuse,
 		})
 	}
 	return f

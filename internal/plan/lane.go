@@ -21,6 +21,7 @@ type lane struct {
 	epoch    uint64
 	perUnit  float64 // cost of a token that takes the replica's time
 	queue    float64 // tokens
+	lost     float64 // tokens that count in the cost, but take no room
 	inFlight float64
 	free     float64 // tokens of KV cache
 	best     bool    // nothing speaks against it, see strictest
@@ -35,7 +36,7 @@ func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
 // cost is Rule.Cost of a request with so much to compute.
 func (l *lane) cost(rule *Rule, uncached, toOthers float64) float64 {
-	busy := l.queue + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
+	busy := l.queue + l.lost + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
 	return l.perUnit*busy + toOthers*uncached
 }
 
@@ -89,7 +90,7 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 		return
 	}
 	l.planned = false
-	l.queue, l.inFlight, l.free = l.load.Wait(), l.load.InFlight, l.load.Free()
+	l.queue, l.lost, l.inFlight, l.free = l.load.Wait(), l.load.Lost, l.load.InFlight, l.load.Free()
 	l.roomy = math.Inf(1)
 	if l.load.QueueKnown {
 		l.roomy = max(s.terms.Room.Seconds()*l.load.Rate, oneBatch) + s.unseen(&l.load.Load)

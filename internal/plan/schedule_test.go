@@ -216,6 +216,47 @@ func TestWithoutDescriptors(t *testing.T) {
 	}
 }
 
+// Where answers to two requests are kept from us, a prompt that is cached there
+// is computed elsewhere, and nothing waits; it comes back when they are gone.
+func TestReplicaWithLostRequests(t *testing.T) {
+	w := newWorld(2)
+	home := make([]uint64, 100)
+	for i := range home {
+		home[i] = uint64(i + 1)
+	}
+	at := w.engines[0].replica
+	at.Holds(home)
+	gauges := func(running float64) {
+		w.fleet.Observe(at, metrics.Scrape{Snapshot: &metrics.Snapshot{
+			At: w.now, Engine: metrics.VLLM, FirstTokens: metrics.Fact{Value: 2, Known: true},
+			Running: metrics.Fact{Value: running, Known: true}, Waiting: metrics.Fact{Known: true},
+		}}, w.now)
+	}
+	want := func(index int, when string) {
+		t.Helper()
+		c := w.caller(6400, home...)
+		if e := w.s.Explain(&c.Request, w.now); e.Waits || e.Index != index {
+			t.Errorf("%s: sent to %d, waits %v; want %d at once", when, e.Index, e.Waits, index)
+		}
+	}
+	want(0, "when nothing is lost")
+	var lost []*fleet.Reservation
+	for range 2 {
+		r := &fleet.Reservation{Prompt: 6400, Chain: home}
+		at.Reserve(r, w.now)
+		lost = append(lost, r)
+	}
+	w.pass(time.Second)
+	gauges(2)
+	want(0, "when the engine works on two")
+	gauges(0)
+	want(1, "when it knows nothing of them")
+	for _, r := range lost {
+		r.Abort(w.now)
+	}
+	want(0, "when they have left")
+}
+
 // Where the queue is not known, a request is bound on arrival.
 func TestUnknownQueueBindsOnArrival(t *testing.T) {
 	w := newWorld(2)

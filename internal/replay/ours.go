@@ -42,7 +42,7 @@ func (l *ledgers) start(f *Fleet) {
 // send books a request and sends it.
 func (l *ledgers) send(now time.Duration, r *Request, replica int, hit, uncached float64, reason string) {
 	tokens := float64(r.PromptTokens)
-	booked := &fleet.Reservation{Prompt: tokens, Uncached: uncached, Hit: hit, Bytes: tokens * fleet.DefaultBytesPerToken}
+	booked := &fleet.Reservation{Prompt: tokens, Uncached: uncached, Hit: hit, Bytes: tokens * fleet.DefaultBytesPerToken, Chain: r.Text}
 	l.replicas[replica].Reserve(booked, epoch.Add(now))
 	l.booked[r] = booked
 	l.sim.Send(now, r, replica, reason)
