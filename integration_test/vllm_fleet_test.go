@@ -85,13 +85,18 @@ func startVLLM(t *testing.T) *vllmFleet {
 		}
 		return e
 	}
-	fleet, err := vllm.Start(t.Context(), vllm.Options{
+	return startEngines(t, vllm.Options{
 		Replicas: 2, Model: "tiny", Blocks: poolBlocks, StartTimeout: 10 * time.Minute,
 		Extra: []string{
 			fmt.Sprint("--max-num-queued-reqs=", mostInFlight),
 			"--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--enable-auto-tool-choice", "--tool-call-parser=hermes",
 		},
 	})
+}
+
+// startEngines starts engines that stop with the test, and skips it where there is no vLLM.
+func startEngines(t *testing.T, o vllm.Options) *vllmFleet {
+	fleet, err := vllm.Start(t.Context(), o)
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)
 	}

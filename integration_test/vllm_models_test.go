@@ -144,17 +144,7 @@ func (e *vllmFleet) post(t *testing.T, addr, path, body string) answer {
 
 // testImages asks a model that sees images, in an engine of its own.
 func (e *vllmFleet) testImages(t *testing.T) {
-	fleet, err := vllm.Start(t.Context(), vllm.Options{Model: "vision", Blocks: poolBlocks})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-		http.DefaultClient.CloseIdleConnections()
-	})
-	seeing := &vllmFleet{addrs: []string{strings.TrimPrefix(fleet.URLs[0], "http://")}, model: fleet.Model}
+	seeing := startEngines(t, vllm.Options{Model: "vision", Blocks: poolBlocks})
 	p := seeing.familiar(t, followed, "")
 	shown := picture(t)
 	gallery := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -213,17 +203,7 @@ func (e *vllmFleet) testRanks(t *testing.T) {
 	if os.Getenv("VLLM_RANKS") == "" {
 		t.Skip("SKIPPED, pinning to ranks of a real engine untested: it takes two minutes, and VLLM_RANKS=1")
 	}
-	fleet, err := vllm.Start(t.Context(), vllm.Options{Blocks: poolBlocks, Extra: []string{"--data-parallel-size=2"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := fleet.Close(); err != nil {
-			t.Error(err)
-		}
-		http.DefaultClient.CloseIdleConnections()
-	})
-	one := &vllmFleet{addrs: []string{strings.TrimPrefix(fleet.URLs[0], "http://")}, model: fleet.Model}
+	one := startEngines(t, vllm.Options{Blocks: poolBlocks, Extra: []string{"--data-parallel-size=2"}})
 	const pinned = "header_up X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}"
 	for _, c := range []struct {
 		name string
