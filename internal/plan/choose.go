@@ -36,12 +36,13 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	at = -1
 	least, second := math.Inf(1), math.Inf(1)
+	mean := s.lanes.meanInFlight(r)
 	for i := range r.offers {
 		l := s.lanes.at(r, i)
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers)
+		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		if cost < least {
 			at, least, second = i, cost, least
@@ -96,6 +97,7 @@ func (s *Scheduler) choose(r *Request) (c Choice, fits bool) {
 func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float64) {
 	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	least = math.Inf(1)
+	mean := s.lanes.meanInFlight(r)
 	for i := range r.offers {
 		if !caller.Open(i) {
 			continue
@@ -104,8 +106,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 		if !t.allows(&l.load.Load, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		uncached := r.offers[i].uncached
-		cost := s.Rule.cost(l.queue+l.lost, uncached, l.inFlight, max(0, uncached-l.free), l.load.Pace, r.toOthers)
+		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

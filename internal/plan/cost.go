@@ -40,6 +40,9 @@ type Candidate struct {
 	Free float64
 	// InFlight counts the requests there.
 	InFlight float64
+	// Crowd is how many of them are beyond the mean of the fleet, with some to
+	// spare.
+	Crowd float64
 	// Pace is the replica's prefill rate relative to the fleet's mean; 1 if
 	// unknown.
 	Pace float64
@@ -63,11 +66,27 @@ type Candidate struct {
 // weighed by the pace, each match weight above 1 would pile that much more work
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
-	return r.cost(c.Queue, c.Uncached, c.InFlight, c.pressure(), c.Pace, r.toOthers(c.Reuse))
+	return r.cost(c.Queue, c.Uncached, c.InFlight, c.pressure(), c.Pace, r.toOthers(c.Reuse)) + crowding*c.Crowd
 }
 
 func (r Rule) cost(queue, uncached, inFlight, pressure, pace, toOthers float64) float64 {
 	return (queue+uncached+r.perRequest(uncached)*inFlight+pressure)/pace + toOthers*uncached
+}
+
+// A replica may have crowdFactor times the mean of the requests in flight, and
+// crowdSlack more than it, whatever its pace. Each beyond both costs crowding, in
+// tokens. That hardly matters for time. But a replica that no longer answers may
+// be known only seconds later, and would by then have drawn all whose prompts it
+// holds.
+const (
+	crowdFactor = 1.5
+	crowdSlack  = 3
+	crowding    = 10_000
+)
+
+// crowd is how many requests in flight are beyond what a replica may have.
+func crowd(inFlight, mean float64) float64 {
+	return max(0, inFlight-max(crowdFactor*mean, mean+crowdSlack))
 }
 
 // toOthers is what others lose by a token that is computed again.

@@ -35,9 +35,9 @@ type lane struct {
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
 // cost is Rule.Cost of a request with so much to compute.
-func (l *lane) cost(rule *Rule, uncached, toOthers float64) float64 {
+func (l *lane) cost(rule *Rule, uncached, toOthers, mean float64) float64 {
 	busy := l.queue + l.lost + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
-	return l.perUnit*busy + toOthers*uncached
+	return l.perUnit*busy + toOthers*uncached + crowding*crowd(l.inFlight, mean)
 }
 
 // lanes are the replicas' states at one event.
@@ -46,6 +46,11 @@ type lanes struct {
 	epoch  uint64
 	now    time.Time
 	bySlot []*lane // in the residency index
+
+	// of the event meanOf, in sum: those that nothing speaks against, and the
+	// requests in flight there
+	meanOf            uint64
+	members, inFlight float64
 }
 
 // next begins an event: what was known is out of date.
@@ -82,6 +87,29 @@ func (s *lanes) at(r *Request, i int) *lane {
 	return l
 }
 
+// meanInFlight is how many requests a replica has in flight on average, of those
+// that nothing speaks against. An event has one: that of the first request that
+// asks.
+func (s *lanes) meanInFlight(r *Request) float64 {
+	if s.meanOf != s.epoch {
+		s.meanOf, s.members, s.inFlight = s.epoch, 0, 0
+		for i := range r.offers {
+			if l := s.at(r, i); l.best {
+				s.members++
+				s.inFlight += l.inFlight
+			}
+		}
+	}
+	return s.inFlight / max(s.members, 1)
+}
+
+// follow keeps the mean right when a lane had so many in flight before.
+func (s *lanes) follow(l *lane, before float64) {
+	if s.meanOf == s.epoch && l.best {
+		s.inFlight += l.inFlight - before
+	}
+}
+
 // read brings a lane to what is known of its replica now. On most events that
 // is what was known at the one before.
 func (s *lanes) read(l *lane, p *fleet.Replica) {
@@ -113,8 +141,9 @@ func (s *lanes) unseen(l *fleet.Load) float64 {
 // for it.
 func (s *lanes) reread(p *fleet.Replica) {
 	l := s.of(p)
-	planned := l.queue - l.load.Wait()
+	planned, before := l.queue-l.load.Wait(), l.inFlight
 	s.read(l, p)
+	s.follow(l, before)
 	if planned != 0 {
 		l.planned = true
 		l.queue += planned
@@ -127,6 +156,7 @@ func (s *lanes) add(l *lane, uncached float64) {
 	l.queue += uncached
 	l.inFlight++
 	l.free -= uncached
+	s.follow(l, l.inFlight-1)
 }
 
 // strictness says which replicas are good enough. The strictest set that is
