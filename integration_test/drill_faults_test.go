@@ -214,6 +214,7 @@ var faults = []drill{
 	},
 	{
 		number: "23", name: fmt.Sprintf("clients abort %d streams", sized(150, 10_000)), compare: true, seldom: true,
+		memory: memoryOf(2*sized(150, 500), 0, systemBytes), // the last ones' connections may close while the next open
 		disturb: func(x *exercise) {
 			for range sized(1, 20) - 1 {
 				x.openMany(500, true)()
