@@ -85,23 +85,27 @@ func startVLLM(t *testing.T) *vllmFleet {
 		}
 		return e
 	}
-	return startEngines(t, vllm.Options{
+	e, err := startEngines(t, vllm.Options{
 		Replicas: 2, Model: "tiny", Blocks: poolBlocks, StartTimeout: 10 * time.Minute,
 		Extra: []string{
 			fmt.Sprint("--max-num-queued-reqs=", mostInFlight),
 			"--enable-lora", "--max-loras=2", "--max-lora-rank=8", "--enable-auto-tool-choice", "--tool-call-parser=hermes",
 		},
 	})
-}
-
-// startEngines starts engines that stop with the test, and skips it where there is no vLLM.
-func startEngines(t *testing.T, o vllm.Options) *vllmFleet {
-	fleet, err := vllm.Start(t.Context(), o)
 	if errors.Is(err, vllm.ErrUnavailable) {
 		t.Skipf("SKIPPED, real engines untested: %v", err)
 	}
 	if err != nil {
 		t.Fatal(err)
+	}
+	return e
+}
+
+// startEngines starts engines that stop with the test.
+func startEngines(t *testing.T, o vllm.Options) (*vllmFleet, error) {
+	fleet, err := vllm.Start(t.Context(), o)
+	if err != nil {
+		return nil, err
 	}
 	t.Cleanup(func() {
 		if err := fleet.Close(); err != nil {
@@ -113,7 +117,7 @@ func startEngines(t *testing.T, o vllm.Options) *vllmFleet {
 	for _, url := range fleet.URLs {
 		e.addrs = append(e.addrs, strings.TrimPrefix(url, "http://"))
 	}
-	return e
+	return e, nil
 }
 
 // followed is the policy's options for following the engines' events.

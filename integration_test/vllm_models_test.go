@@ -144,7 +144,10 @@ func (e *vllmFleet) post(t *testing.T, addr, path, body string) answer {
 
 // testImages asks a model that sees images, in an engine of its own.
 func (e *vllmFleet) testImages(t *testing.T) {
-	seeing := startEngines(t, vllm.Options{Model: "vision", Blocks: poolBlocks})
+	seeing, err := startEngines(t, vllm.Options{Model: "vision", Blocks: poolBlocks})
+	if err != nil {
+		t.Fatal(err)
+	}
 	p := seeing.familiar(t, followed, "")
 	shown := picture(t)
 	gallery := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -203,7 +206,10 @@ func (e *vllmFleet) testRanks(t *testing.T) {
 	if os.Getenv("VLLM_RANKS") == "" {
 		t.Skip("SKIPPED, pinning to ranks of a real engine untested: it takes two minutes, and VLLM_RANKS=1")
 	}
-	one := startEngines(t, vllm.Options{Blocks: poolBlocks, Extra: []string{"--data-parallel-size=2"}})
+	one, err := startEngines(t, vllm.Options{Blocks: poolBlocks, Extra: []string{"--data-parallel-size=2"}})
+	if err != nil {
+		t.Fatal(err)
+	}
 	const pinned = "header_up X-data-parallel-rank {http.reverse_proxy.kv_cache.rank}"
 	for _, c := range []struct {
 		name string

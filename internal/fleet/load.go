@@ -141,8 +141,9 @@ func (p *Replica) load(now time.Time) Load {
 	}
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
+	} else {
+		l.Lost = p.lostTokens()
 	}
-	l.Lost = p.lostTokens()
 	l.Scraped = p.scrapes.Last
 	if l.QueueKnown {
 		l.Late = p.late(now)

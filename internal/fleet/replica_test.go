@@ -392,6 +392,10 @@ func TestLostRequests(t *testing.T) {
 			if l.Wait() != 0 {
 				t.Errorf("they are taken for a queue of %v tokens", l.Wait())
 			}
+			b.pass(time.Hour)
+			if got := b.load().Lost; got != 0 {
+				t.Errorf("they count for %v tokens by a page of an hour ago", got)
+			}
 			b.scrape(metrics.Snapshot{})
 			if got := b.load().Lost; got != 0 {
 				t.Errorf("they count for %v tokens where the engine does not tell", got)

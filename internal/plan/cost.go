@@ -66,11 +66,8 @@ type Candidate struct {
 // weighed by the pace, each match weight above 1 would pile that much more work
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
-	return r.cost(c.Queue, c.Uncached, c.InFlight, c.pressure(), c.Pace, r.toOthers(c.Reuse)) + crowding*c.Crowd
-}
-
-func (r Rule) cost(queue, uncached, inFlight, pressure, pace, toOthers float64) float64 {
-	return (queue+uncached+r.perRequest(uncached)*inFlight+pressure)/pace + toOthers*uncached
+	busy := c.Queue + c.Uncached + r.perRequest(c.Uncached)*c.InFlight + c.pressure()
+	return busy/c.Pace + r.toOthers(c.Reuse)*c.Uncached + crowding*c.Crowd
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and

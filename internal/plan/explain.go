@@ -10,9 +10,9 @@ import (
 
 // Costs is what [Rule.Cost] is made of, in tokens of queue at the fleet's pace.
 type Costs struct {
-	// Queue is what waits there or is lost on the way, Requests what decodes there
-	// and what is beyond the mean, Pressure the KV cache that must be freed:
-	// each over the replica's pace.
+	// Queue is what waits there or is lost on the way, Requests what decodes there,
+	// Pressure the KV cache that must be freed: each over the replica's pace.
+	// Requests has what a crowd costs, too, whatever the pace.
 	Queue, Requests, Pressure float64
 	// Compute is the rest: the prompt's uncached tokens, and what computing
 	// them takes from others.
@@ -82,7 +82,8 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		l := s.lanes.at(r, at)
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
-			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight, Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse,
+			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
+			Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse,
 		})
 	}
 	return f

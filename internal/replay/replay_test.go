@@ -107,7 +107,7 @@ func TestOldScrapes(t *testing.T) {
 	}
 	fresh, none := mean(time.Second), mean(0)
 	for _, age := range []time.Duration{5 * time.Second, 15 * time.Second} {
-		if old := mean(age); old < fresh || old > 2.5*none {
+		if old := mean(age); old < fresh || old > 2*none {
 			t.Errorf("mean TTFT is %.2f s with scrapes every %v, %.2f with one a second, %.2f with none", old, age, fresh, none)
 		}
 	}
