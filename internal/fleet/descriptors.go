@@ -9,8 +9,11 @@ import (
 
 const (
 	// lookAgain is how old the knowledge may be that this process has a
-	// descriptor left, or none.
-	lookAgain = 5 * time.Millisecond
+	// descriptor left, or none. One that is left is looked for when a request
+	// ends, so that nobody waits for that; where none has ended for long, when one
+	// comes, after lookAtLast.
+	lookAgain  = 5 * time.Millisecond
+	lookAtLast = 4 * lookAgain
 	// blameFor is how long after the last one was missing a failed attempt is
 	// still put down to that: the policy hears of it at the next attempt.
 	blameFor = time.Second
@@ -24,26 +27,53 @@ type descriptors struct {
 	missing atomic.Int64 // when none was left the last time, likewise
 }
 
-// short tells whether no descriptor is left. To look takes about a microsecond.
+// known tells whether the last look found none left, and whether that is
+// younger than a good one may be, or a bad one.
+func (d *descriptors) known(now time.Time, goodFor time.Duration) (none, fresh bool) {
+	looked := d.looked.Load()
+	if none = looked != 0 && d.missing.Load() == looked; none {
+		goodFor = lookAgain
+	}
+	since := int64(now.Sub(epoch)) - looked
+	return none, looked != 0 && since >= 0 && since < int64(goodFor)
+}
+
+// look finds out whether none is left. It opens a file, which takes some
+// microseconds and more.
+func (g *Registry) look(now time.Time) (none bool) {
+	d := &g.descriptors
+	at := int64(now.Sub(epoch))
+	d.looked.Store(at)
+	if none = g.Exhausted(); none {
+		d.missing.Store(at)
+	}
+	return none
+}
+
+// short tells whether no descriptor is left.
 func (g *Registry) short(now time.Time) bool {
 	if g.Exhausted == nil {
 		return false
 	}
-	d := &g.descriptors
-	at, looked := int64(now.Sub(epoch)), d.looked.Load()
-	if since := at - looked; looked != 0 && since >= 0 && since < int64(lookAgain) {
-		return d.missing.Load() == looked
+	if none, fresh := g.descriptors.known(now, lookAtLast); fresh {
+		return none
 	}
-	d.looked.Store(at)
-	if !g.Exhausted() {
-		return false
+	return g.look(now)
+}
+
+// lookBeside looks so that no request that comes has to.
+func (g *Registry) lookBeside(now time.Time) {
+	if g.Exhausted == nil {
+		return
 	}
-	d.missing.Store(at)
-	return true
+	if _, fresh := g.descriptors.known(now, lookAgain); !fresh {
+		g.look(now)
+	}
 }
 
 // toBlame tells whether a failure that was just heard of may be due to that.
 func (g *Registry) toBlame(now time.Time) bool {
+	g.lookBeside(now)
 	if g.short(now) {
 		return true
 	}

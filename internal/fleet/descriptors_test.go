@@ -3,6 +3,7 @@
 package fleet
 
 import (
+	"math"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -43,7 +44,7 @@ func TestIdleConnectionsWithoutDescriptor(t *testing.T) {
 	first, second := b.send(1, 1), b.send(1, 1)
 	first.Finish(b.now)
 	*out = true
-	b.pass(lookAgain)
+	b.pass(lookAtLast)
 	wantRoom := func(room int, starved bool, when string) {
 		t.Helper()
 		if l := b.load(); l.Room != room || l.Starved != starved || b.replica.Connectable(b.now) != (room > 0) {
@@ -102,15 +103,41 @@ func TestConnectionsAreThoseOfAMomentAgo(t *testing.T) {
 	}
 }
 
+// Requests that end look, so that those that come do not; where none ends, those
+// do, and more seldom.
 func TestDescriptorsAreLookedForSeldom(t *testing.T) {
-	b := newBench(t, Config{})
-	looks := 0
-	b.fleet.Registry.Exhausted = func() bool { looks++; return false }
-	for range 1000 {
-		b.pass(lookAgain / 10)
-		b.load()
-	}
-	if looks < 90 || looks > 110 {
-		t.Errorf("looked %d times in a hundred times as long as one look is good for", looks)
+	const steps, each = 1000, lookAgain / 10
+	for _, test := range []struct {
+		name         string
+		ends         bool
+		looks, onWay float64
+	}{
+		{"requests come and end", true, float64(steps*each) / float64(lookAgain), 1},
+		{"requests come", false, float64(steps*each) / float64(lookAtLast), float64(steps*each) / float64(lookAtLast)},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			b := newBench(t, Config{})
+			looks, onWay, coming := 0.0, 0.0, false
+			b.fleet.Registry.Exhausted = func() bool {
+				looks++
+				if coming {
+					onWay++
+				}
+				return false
+			}
+			for range steps {
+				b.pass(each)
+				coming = true
+				b.load()
+				r := b.send(1, 1)
+				coming = false
+				if test.ends {
+					r.Finish(b.now)
+				}
+			}
+			if math.Abs(looks-test.looks) > test.looks/10+1 || math.Abs(onWay-test.onWay) > test.onWay/10+1 {
+				t.Errorf("looked %v times, %v of them when a request came; want %v, %v", looks, onWay, test.looks, test.onWay)
+			}
+		})
 	}
 }

@@ -106,6 +106,7 @@ func (r *Reservation) release(how outcome, now time.Time) {
 			p.rate.own.finished(r.Uncached, now)
 		}
 	})
+	r.replica.registry.lookBeside(now)
 }
 
 // Fail is Abort for an attempt that was not answered. It tells for how long

@@ -191,7 +191,7 @@ func TestWithoutDescriptors(t *testing.T) {
 	w.engines[1].queue[0].Finish(w.now)
 	w.engines[1].queue = w.engines[1].queue[1:]
 	out = true
-	w.now = w.now.Add(10 * time.Millisecond)
+	w.now = w.now.Add(50 * time.Millisecond)
 	home := make([]uint64, 100) // held by the one that has no connection to spare
 	for i := range home {
 		home[i] = uint64(i + 1)
