@@ -4,12 +4,14 @@ package enginesim
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 )
 
@@ -139,7 +141,7 @@ func (s *Server) Start() error {
 	if s.live != nil {
 		return fmt.Errorf("server %s is running", s.addr)
 	}
-	listener, err := net.Listen("tcp", s.addr)
+	listener, err := listen(s.addr)
 	if err != nil {
 		return err
 	}
@@ -173,6 +175,18 @@ func (s *Server) Start() error {
 		_ = p.http.Serve(listener)
 	}()
 	return nil
+}
+
+// listen takes a port that may have been given up a moment ago: a process that
+// this one starts holds all its sockets until it runs its own program.
+func listen(addr string) (listener net.Listener, err error) {
+	for range 20 {
+		if listener, err = net.Listen("tcp", addr); !errors.Is(err, syscall.EADDRINUSE) {
+			break
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	return listener, err
 }
 
 // Stop kills the server: connections are cut, requests are lost, the port refuses

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -978,5 +979,35 @@ func TestFleetAddresses(t *testing.T) {
 	}
 	if _, err := StartFleet(2, ServerConfig{Addr: addrs[0]}); err == nil {
 		t.Error("two servers on one port")
+	}
+}
+
+// A port that somebody else still holds for a moment is waited for, and one that
+// is taken for good is told.
+func TestStartWaitsForItsPort(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		held  time.Duration
+		fails bool
+	}{
+		{"given back soon", 30 * time.Millisecond, false},
+		{"kept", time.Minute, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			other, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer other.Close()
+			later := time.AfterFunc(test.held, func() { other.Close() })
+			defer later.Stop()
+			s, err := StartServer(ServerConfig{Addr: other.Addr().String()})
+			if failed := err != nil; failed != test.fails {
+				t.Errorf("starting: %v", err)
+			}
+			if s != nil {
+				s.Close()
+			}
+		})
 	}
 }
