@@ -146,11 +146,10 @@ type progress struct {
 }
 
 func (s *simulation) run() {
-	scrape := s.fleet.Setup.Scrape
-	if scrape <= 0 {
+	now, scrape := time.Duration(0), time.Duration(0) // pollers begin at once
+	if s.fleet.Setup.Scrape <= 0 {
 		scrape = never
 	}
-	now := time.Duration(0)
 	for s.err == nil {
 		wake := never // when the policy acts by itself
 		if at, ok := s.policy.Next(now); ok {
