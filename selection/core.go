@@ -210,6 +210,7 @@ func (c *core) fallBack(fallback reverseproxy.Selector, bar bar, d *decision, po
 	}
 	a := d.attempt()
 	*a = attempt{replica: c.fleet.Replica(u.String(), start), reason: d.reason, cost: math.NaN()}
+	a.Aside = d.reason.aside()
 	d.send(a, start)
 	d.land()
 	c.note(r, d, start)

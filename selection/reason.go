@@ -80,3 +80,7 @@ func ofFault(f prompt.Fault) Reason {
 		return ReasonNoText
 	}
 }
+
+// aside tells that an engine computes no prompt for a request that goes where
+// the fallback policy sends it.
+func (r Reason) aside() bool { return r == ReasonNoPrompt || r == ReasonNoBody }

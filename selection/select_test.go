@@ -376,6 +376,9 @@ func TestFallbackReasons(t *testing.T) {
 				if reason := c.decisionIn(p.core).latest().reason; reason != o.reason {
 					t.Errorf("reason is %s, want %s", reason, o.reason)
 				}
+				if want := o.reason == ReasonNoBody || o.reason == ReasonNoPrompt; c.decisionIn(p.core).latest().Aside != want {
+					t.Errorf("reckoned with as one that has no first token: %v", !want)
+				}
 				if n := counted() - before; n != 1 {
 					t.Errorf("the reason was counted %v times", n)
 				}

@@ -26,6 +26,7 @@ type ledger struct {
 	asOf    time.Time // when backlog was right
 
 	inFlight    int     // sent and not released
+	aside       int     // of those, what the engine computes no prompt for
 	outstanding float64 // prompt tokens of those in flight
 	// uncached prompt tokens of those in flight: what they take of the KV cache.
 	// What an engine has cached it holds already, be it for ten of them.
@@ -58,10 +59,14 @@ const (
 
 // add books a request that is about to be sent.
 func (l *ledger) add(r *Reservation, now time.Time, rate float64) {
+	l.inFlight++
+	if r.Aside {
+		l.aside++
+		return
+	}
 	l.drain(now, rate)
 	l.backlog += r.Uncached
 	r.expected = time.Duration(l.backlog / max(rate, 1) * float64(time.Second))
-	l.inFlight++
 	l.outstanding += r.Prompt
 	l.footing += r.Uncached
 	l.sent++
@@ -100,12 +105,16 @@ func drained(backlog float64, asOf, now time.Time, rate float64) float64 {
 
 // remove books the end of a request. It must be called once per reservation.
 func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64) {
-	l.drain(now, rate)
 	l.inFlight--
+	if r.Aside {
+		l.aside--
+		return
+	}
+	l.drain(now, rate)
 	l.before, l.left = l.outstanding, now
 	l.outstanding -= r.Prompt
 	l.footing -= r.Uncached
-	if l.inFlight == 0 {
+	if l.computing() == 0 {
 		l.outstanding, l.footing = 0, 0 // no drift from float sums
 	}
 	if r.past {
@@ -136,6 +145,9 @@ func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64
 		l.backlog = 0 // no drift from float sums
 	}
 }
+
+// computing is the number of our requests that the engine computes.
+func (l *ledger) computing() int { return l.inFlight - l.aside }
 
 // find returns the place of r in waiting. Reservations are in order of seq.
 func (l *ledger) find(r *Reservation) int {

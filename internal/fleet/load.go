@@ -134,7 +134,7 @@ func (p *Replica) load(now time.Time) Load {
 	l.Avoid = p.avoid(now)
 	l.Queue = p.queue(now, l.Rate) + p.otherTokens
 	l.InFlight = float64(p.inFlight) + p.others
-	l.Room = p.warm.room(p.inFlight, now)
+	l.Room = p.warm.room(p.computing(), now)
 	if p.registry.short(now) {
 		idle := p.connections.idle(p.inFlight, now)
 		l.Room, l.Starved = min(l.Room, idle), idle <= 0 && p.inFlight > 0
@@ -255,9 +255,9 @@ const (
 // lostTokens is what requests count for in a choice that the engine knows
 // nothing of.
 func (p *Replica) lostTokens() float64 {
-	n := min(p.lost, p.inFlight, lostMost)
+	n := min(p.lost, p.computing(), lostMost)
 	if n == 0 {
 		return 0
 	}
-	return lostWeight * float64(n) * p.outstanding / float64(p.inFlight)
+	return lostWeight * float64(n) * p.outstanding / float64(p.computing())
 }

@@ -196,7 +196,7 @@ func (p *Replica) countOthers(s *metrics.Snapshot) {
 		return
 	}
 	// Gauges lag a step behind, so a request more or less is no other sender.
-	extra := s.Running.Value + s.Waiting.Value - float64(p.inFlight)
+	extra := s.Running.Value + s.Waiting.Value - float64(p.computing())
 	if extra <= 2 {
 		return
 	}
@@ -212,8 +212,8 @@ func (p *Replica) stranded(s *metrics.Snapshot) bool {
 	if !s.Running.Known || !s.Waiting.Known {
 		return false
 	}
-	lost := float64(p.inFlight) - s.Running.Value - s.Waiting.Value
-	return lost >= max(strandedLeast, float64(p.inFlight)/2)
+	ours := float64(p.computing())
+	return ours-s.Running.Value-s.Waiting.Value >= max(strandedLeast, ours/2)
 }
 
 // missing is how many requests in flight the engine knew nothing of at a time,
@@ -222,7 +222,7 @@ func (p *Replica) missing(s *metrics.Snapshot, at time.Time) int {
 	if !s.Running.Known || !s.Waiting.Known {
 		return 0
 	}
-	return max(0, p.inUse.takenIn(at.Add(-lostAfter))-int(s.Running.Value+s.Waiting.Value)-p.inFlight/16)
+	return max(0, p.inUse.takenIn(at.Add(-lostAfter))-int(s.Running.Value+s.Waiting.Value)-p.computing()/16)
 }
 
 // guardAgainstHang notes a replica whose counters stand still although it has
@@ -235,7 +235,7 @@ func (p *Replica) guardAgainstHang(now time.Time, counters, stranded bool) {
 	if !stranded {
 		p.delivered = now
 	}
-	if p.inFlight == 0 {
+	if p.computing() == 0 {
 		p.hung = false
 		return
 	}

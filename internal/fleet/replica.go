@@ -60,7 +60,7 @@ type Replica struct {
 
 	moved     time.Time // when a counter last moved
 	delivered time.Time // when one finished, or the engine last had most of them
-	idleSince time.Time // when the ledger last became empty, or the first request came
+	idleSince time.Time // when the first request came that the engine computes, after it had none
 	hung      bool
 	refused   bool
 	lost      int // requests in flight that the engine knew nothing of at the last scrape

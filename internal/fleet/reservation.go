@@ -19,6 +19,10 @@ type Reservation struct {
 	// Bytes is the length of the prompt text that Prompt was estimated from,
 	// zero if the tokens were given.
 	Bytes float64
+	// Aside tells that the engine computes no prompt for it: a list of models, a
+	// websocket, what only its front end answers. It has no first token and no
+	// place among those that run or wait, and says nothing of how the engine does.
+	Aside bool
 	// Chain is the prompt's text blocks, nil if it has none. It must not be changed.
 	Chain []uint64
 
@@ -46,14 +50,16 @@ func (p *Replica) Reserve(r *Reservation, now time.Time) {
 	defer p.mu.Unlock()
 	p.seq++
 	r.replica, r.seq, r.sentAt, r.stay = p, p.seq, now, p.stay()
-	if p.inFlight == 0 {
+	if p.computing() == 0 && !r.Aside {
 		p.idleSince = now
 	}
 	p.breaker.sent(r)
 	p.add(r, now, p.perSecond())
 	p.connections.used(p.inFlight, now)
 	p.inUse.take(r)
-	p.meanUncached += (r.Uncached - p.meanUncached) / 16
+	if !r.Aside {
+		p.meanUncached += (r.Uncached - p.meanUncached) / 16
+	}
 }
 
 // Land is Holds for the replica as it was when the reservation was made. It may
@@ -97,10 +103,10 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		p.remove(r, how, now, p.perSecond())
 		p.inUse.leave(r, how, now)
 		p.breaker.ended(r, how)
-		switch how {
-		case aborted:
+		switch {
+		case how == aborted:
 			p.connections.closed()
-		case finished:
+		case how == finished && !r.Aside:
 			p.moved, p.delivered = now, now
 			p.warm.finished()
 			p.rate.own.finished(r.Uncached, now)

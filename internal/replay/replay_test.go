@@ -73,6 +73,21 @@ func study(t *testing.T, traffic *Traffic, setup Setup, names ...string) map[str
 func meanTTFT(s *Summary) float64 { return s.Mean }
 func hitRate(s *Summary) float64  { return s.HitRate }
 
+// In a burst that begins with the replay, when a policy has had one look at the
+// replicas, the short work goes first.
+func TestBurst(t *testing.T) {
+	traffic, err := Load(nil, trace.Workload{Seed: 1, Chats: 100, Ramp: time.Second}.Sessions(), 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	by := study(t, traffic, Setup{Engines: replicas(2)}, "kv_cache_aware", "prefix_hash", "least_conn", "oracle")
+	for _, other := range []string{"prefix_hash", "least_conn", "oracle"} {
+		if ours, theirs := by["kv_cache_aware"].Mean.Mean, by[other].Mean.Mean; ours > 0.75*theirs {
+			t.Errorf("mean TTFT is %.2f s with kv_cache_aware, %.2f with %s", ours, theirs, other)
+		}
+	}
+}
+
 // Who beats whom, by more than chance, on a cut-out of the conversation trace.
 func TestConversation(t *testing.T) {
 	by := study(t, conversation(t), Setup{Engines: replicas(6)},
