@@ -151,10 +151,11 @@ func (e *vllmFleet) compareTwoCaddys(t *testing.T, followed string) {
 			shares[c.name] = m.counted / m.prompt
 		})
 	}
-	if errs["with events"] > errs["belief alone"]+0.01 {
-		t.Errorf("events make the prediction worse: %v", errs)
+	// By belief both are good or bad by luck, the error from 0.02 to 0.4 and the share from 0.5 to 0.95: where both found
+	// the same home for a document, it is held once, and both know.
+	if errs["with events"] > 0.1 {
+		t.Errorf("with events the error of single requests is %.3f, want 0.1", errs["with events"])
 	}
-	// By belief it is from 0.5 to 0.9, by luck: where both found the same home for a document, it is held once.
 	if shares["with events"] < 0.8 {
 		t.Errorf("events do not keep two Caddys from holding documents twice: %v", shares)
 	}

@@ -27,54 +27,38 @@ type descriptors struct {
 	missing atomic.Int64 // when none was left the last time, likewise
 }
 
-// known tells whether the last look found none left, and whether that is
-// younger than a good one may be, or a bad one.
-func (d *descriptors) known(now time.Time, goodFor time.Duration) (none, fresh bool) {
-	looked := d.looked.Load()
-	if none = looked != 0 && d.missing.Load() == looked; none {
-		goodFor = lookAgain
-	}
-	since := int64(now.Sub(epoch)) - looked
-	return none, looked != 0 && since >= 0 && since < int64(goodFor)
-}
-
-// look finds out whether none is left. It opens a file, which takes some
-// microseconds and more.
-func (g *Registry) look(now time.Time) (none bool) {
-	d := &g.descriptors
-	at := int64(now.Sub(epoch))
-	d.looked.Store(at)
-	if none = g.Exhausted(); none {
-		d.missing.Store(at)
-	}
-	return none
-}
-
-// short tells whether no descriptor is left.
-func (g *Registry) short(now time.Time) bool {
+// none tells whether no descriptor was left when it was last looked. A look that
+// found one is good for goodFor, another for lookAgain.
+func (g *Registry) none(now time.Time, goodFor time.Duration) bool {
 	if g.Exhausted == nil {
 		return false
 	}
-	if none, fresh := g.descriptors.known(now, lookAtLast); fresh {
+	d := &g.descriptors
+	at, looked := int64(now.Sub(epoch)), d.looked.Load()
+	none := looked != 0 && d.missing.Load() == looked
+	if none {
+		goodFor = lookAgain
+	}
+	if since := at - looked; looked != 0 && since >= 0 && since < int64(goodFor) {
 		return none
 	}
-	return g.look(now)
+	d.looked.Store(at)
+	if !g.Exhausted() { // which opens a file: some microseconds and more
+		return false
+	}
+	d.missing.Store(at)
+	return true
 }
 
+// short tells whether no descriptor is left.
+func (g *Registry) short(now time.Time) bool { return g.none(now, lookAtLast) }
+
 // lookBeside looks so that no request that comes has to.
-func (g *Registry) lookBeside(now time.Time) {
-	if g.Exhausted == nil {
-		return
-	}
-	if _, fresh := g.descriptors.known(now, lookAgain); !fresh {
-		g.look(now)
-	}
-}
+func (g *Registry) lookBeside(now time.Time) { g.none(now, lookAgain) }
 
 // toBlame tells whether a failure that was just heard of may be due to that.
 func (g *Registry) toBlame(now time.Time) bool {
-	g.lookBeside(now)
-	if g.short(now) {
+	if g.none(now, lookAgain) {
 		return true
 	}
 	missing := g.descriptors.missing.Load()
