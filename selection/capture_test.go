@@ -5,7 +5,6 @@ package selection
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -13,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -92,13 +90,7 @@ func (p *proxy) chat(t *testing.T, c *http.Client, route, text string, stream bo
 	if err != nil {
 		t.Fatal(err)
 	}
-	ask := func() (*http.Response, error) {
-		return c.Do(p.request(t, http.MethodPost, route, "/v1/chat/completions", bytes.NewReader(body)))
-	}
-	resp, err := ask()
-	if errors.Is(err, syscall.ECONNRESET) { // by Caddy's old listener, which a reload closes a little later
-		resp, err = ask()
-	}
+	resp, err := c.Do(p.request(t, http.MethodPost, route, "/v1/chat/completions", bytes.NewReader(body)))
 	if err != nil {
 		t.Fatal(err)
 	}

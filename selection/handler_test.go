@@ -93,6 +93,7 @@ func (p *proxy) load(t *testing.T) {
 	if err := caddy.Load(p.config(), true); err != nil {
 		t.Fatal(err)
 	}
+	loopback.AwaitOne(t, p.addr)
 }
 
 func (p *proxy) request(t *testing.T, method, route, path string, body io.Reader) *http.Request {

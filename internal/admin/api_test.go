@@ -58,9 +58,7 @@ func TestFleets(t *testing.T) {
 		t.Errorf("%d replicas hold %v blocks", len(replicas), held)
 	}
 
-	if err := s.load(); err != nil {
-		t.Fatal(err)
-	}
+	s.reload(t)
 	again := ask[[]admin.Fleet](t, s, "GET", "fleets", params("fleet", "chat"), "")
 	if len(again) != 1 || again[0].Replicas[0].Cache.Held+again[0].Replicas[1].Cache.Held != held {
 		t.Errorf("after a reload the fleet is %+v", again)
@@ -254,9 +252,7 @@ func TestDrain(t *testing.T) {
 	}
 	s.refused(t, "POST", "drain", params("replica", addrs[1]), "", http.StatusConflict, "last eligible replica of fleet \\\"chat\\\"")
 	ask[admin.Outcome](t, s, "POST", "drain", params("replica", addrs[0]), "") // once more is no error
-	if err := s.load(); err != nil {
-		t.Fatal(err)
-	}
+	s.reload(t)
 	forced := ask[admin.Outcome](t, s, "POST", "drain", params("replica", addrs[1], "force", "true"), "")
 	if forced.State != "drained" || !strings.Contains(forced.Message, "last eligible") {
 		t.Errorf("forced: %+v", forced)

@@ -61,6 +61,15 @@ func start(t *testing.T, proxies ...string) *site {
 	return s
 }
 
+func (s *site) reload(t *testing.T) {
+	t.Helper()
+	if err := s.load(); err != nil {
+		t.Fatal(err)
+	}
+	loopback.AwaitOne(t, s.addr)
+	loopback.AwaitOne(t, s.admin)
+}
+
 func (s *site) load() error {
 	var routes []string
 	for i, p := range s.proxies {

@@ -4,12 +4,15 @@
 package loopback
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"net"
 	"os"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
+	"time"
 )
 
 const (
@@ -43,4 +46,40 @@ func FreeAddr(tb testing.TB) string {
 	}
 	tb.Fatalf("no free port between %d and %d", base, base+1000)
 	return ""
+}
+
+// AwaitOne waits until one socket at most listens on an address. After a reload
+// Caddy has two for a moment, and what the old one took in is reset when that is
+// closed. Where the system does not tell (it is asked as Linux is), it doesn't wait.
+func AwaitOne(tb testing.TB, addr string) {
+	tb.Helper()
+	for end := time.Now().Add(20 * time.Second); listeners(tb, addr) > 1; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			tb.Fatalf("several sockets listen on %s", addr)
+		}
+	}
+}
+
+// listeners is how many sockets listen on an address's port, 0 if that is not known.
+func listeners(tb testing.TB, addr string) (n int) {
+	tb.Helper()
+	_, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	number, err := strconv.Atoi(port)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	table, err := os.ReadFile("/proc/net/tcp")
+	if err != nil {
+		return 0
+	}
+	const listening = "0A"
+	for row := range strings.Lines(string(table)) {
+		if f := strings.Fields(row); len(f) > 3 && f[3] == listening && strings.HasSuffix(f[1], fmt.Sprintf(":%04X", number)) {
+			n++
+		}
+	}
+	return n
 }

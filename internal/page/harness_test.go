@@ -61,6 +61,7 @@ func (s *site) load(t *testing.T, directives string) {
 	if err := caddy.Load(config, true); err != nil {
 		t.Fatal(err)
 	}
+	loopback.AwaitOne(t, s.addr)
 }
 
 func adapt(text string) ([]byte, error) {
