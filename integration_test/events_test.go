@@ -156,6 +156,9 @@ func (e *vllmFleet) compareTwoCaddys(t *testing.T, followed string) {
 	if errs["with events"] > 0.1 {
 		t.Errorf("with events the error of single requests is %.3f, want 0.1", errs["with events"])
 	}
+	if shares["belief alone"] < 0.8 && errs["with events"] > errs["belief alone"]+0.01 {
+		t.Errorf("events make the prediction worse, although belief had no luck: %v", errs)
+	}
 	if shares["with events"] < 0.8 {
 		t.Errorf("events do not keep two Caddys from holding documents twice: %v", shares)
 	}

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/iotest"
 	"time"
@@ -148,21 +149,29 @@ func TestFailedAttemptIsTakenBack(t *testing.T) {
 	}
 }
 
+// noDescriptors lets this process's policies believe that no file descriptor is left.
+// Those of other tests, which end requests a little later, ask at the same time.
+var noDescriptors atomic.Bool
+
+func init() {
+	looks := fleet.Process.Exhausted
+	fleet.Process.Exhausted = func() bool { return noDescriptors.Load() || looks() }
+}
+
 // An attempt that failed because Caddy is out of file descriptors did not get
 // there: the replica is neither avoided nor passed over at the next attempt.
 func TestFailedForWantOfADescriptor(t *testing.T) {
 	aware, hash := loadAware(t, `{}`), loadHash(t, `{}`)
-	registry, looks := fleet.Process, fleet.Process.Exhausted
 	own := func() bool {
 		var r fleet.Reservation
 		aware.fleet.Replica("descriptors.test:1", time.Now()).Reserve(&r, time.Now())
 		_, own := r.Fail(time.Now())
 		return own
 	}
-	registry.Exhausted = func() bool { return true }
+	noDescriptors.Store(true)
 	await(t, "failures to be our own", own) // it was looked a moment ago
 	t.Cleanup(func() {
-		registry.Exhausted = looks
+		noDescriptors.Store(false)
 		await(t, "failures to be the replicas' again", func() bool { return !own() })
 	})
 	for _, p := range []struct {
