@@ -87,6 +87,7 @@ func newDemo() *cobra.Command {
 	flags.StringVar(&f.Trace, "trace", "", "recorded trace to play, file or directory (default: a made-up workload)")
 	flags.StringVar(&f.Workload, "workload", demo.DefaultWorkload, "made-up workload to play without a trace: "+strings.Join(demo.Workloads(), ", "))
 	flags.IntVar(&f.Chats, "chats", demo.DefaultChats, "conversations of the workload chats")
+	flags.Var((*oneOffs)(&f.OneOffs), "one-offs", oneOffsUsage)
 	flags.DurationVar(&f.Ramp, "ramp", demo.DefaultRamp, "time within which these begin")
 	flags.Float64Var(&f.Rate, "rate", 1, "multiplies the rate of arrivals")
 	flags.IntVar(&f.Sessions, "sessions", 0, "keep so many sessions going (default: start each at its time)")
@@ -101,7 +102,7 @@ func newDemo() *cobra.Command {
 	for _, simulated := range []string{"replicas", "blocks", "block-tokens", "prefill-rate", "speed"} {
 		cmd.MarkFlagsMutuallyExclusive("upstream", simulated)
 	}
-	for _, madeUp := range []string{"workload", "chats", "ramp"} {
+	for _, madeUp := range []string{"workload", "chats", "one-offs", "ramp"} {
 		cmd.MarkFlagsMutuallyExclusive("trace", madeUp)
 	}
 	f.complete(cmd)
@@ -116,7 +117,7 @@ func (f *demoFlags) complete(cmd *cobra.Command) {
 	none := cobra.FixedCompletions(nil, cobra.ShellCompDirectiveNoFileComp)
 	for _, name := range []string{
 		"replicas", "blocks", "block-tokens", "prefill-rate", "speed", "upstream", "model",
-		"chats", "ramp", "rate", "sessions", "limit", "seed", "scrape", "listen", "option",
+		"chats", "one-offs", "ramp", "rate", "sessions", "limit", "seed", "scrape", "listen", "option",
 	} {
 		register(cmd, name, none)
 	}

@@ -71,7 +71,8 @@ type replayFlags struct {
 	stepOverhead, scrape, jitter time.Duration
 	ramp                         time.Duration
 	rate                         float64
-	seeds, copies, limit, chats  int
+	seeds, copies, limit         int
+	chats, oneOffs               int
 	seed                         uint64
 	workload, report, plot       string
 	json                         bool
@@ -105,6 +106,7 @@ func newReplay() *cobra.Command {
 	flags.IntVar(&f.limit, "limit", 0, "requests of a trace without sessions to play (default: all)")
 	flags.StringVar(&f.workload, "workload", demo.DefaultWorkload, "made-up workload to play without a trace: "+strings.Join(demo.Workloads(), ", "))
 	flags.IntVar(&f.chats, "chats", 400, "conversations of the workload chats")
+	flags.Var((*oneOffs)(&f.oneOffs), "one-offs", oneOffsUsage)
 	flags.StringVar(&f.report, "report", "", "write a page with plots to this file")
 	flags.StringVar(&f.plot, "plot", "", "write the plot of times to first token to this file (SVG)")
 	flags.BoolVar(&f.json, "json", false, "print a JSON object per policy")
@@ -119,7 +121,7 @@ func (f *replayFlags) complete(cmd *cobra.Command) {
 	none := cobra.FixedCompletions(nil, cobra.ShellCompDirectiveNoFileComp)
 	for _, name := range []string{
 		"replicas", "blocks", "block-tokens", "prefill-rate", "decode-cost", "step-overhead", "rate", "scrape",
-		"change", "seeds", "seed", "jitter", "copies", "ramp", "limit", "chats",
+		"change", "seeds", "seed", "jitter", "copies", "ramp", "limit", "chats", "one-offs",
 	} {
 		register(cmd, name, none)
 	}
@@ -284,18 +286,9 @@ func (f *replayFlags) load(args []string) (*replay.Traffic, string, error) {
 	return t, skipped, err
 }
 
-// completeWorkloads offers what can be made up.
-func completeWorkloads() cobra.CompletionFunc {
-	known := []cobra.Completion{cobra.CompletionWithDesc(demo.DefaultWorkload, "conversations under a few system prompts, and long single prompts")}
-	for _, k := range trace.Kinds {
-		known = append(known, cobra.CompletionWithDesc(k.Name, k.About))
-	}
-	return cobra.FixedCompletions(known, cobra.ShellCompDirectiveNoFileComp)
-}
-
 func (f *replayFlags) makeUp() (*replay.Traffic, error) {
 	if f.workload == demo.DefaultWorkload {
-		w := trace.Workload{Seed: f.seed, Chats: f.chats}
+		w := trace.Workload{Seed: f.seed, Chats: f.chats, OneOffs: f.oneOffs}
 		return replay.Load(nil, w.Sessions(), f.blockTokens...)
 	}
 	kind, found := trace.KindNamed(f.workload)

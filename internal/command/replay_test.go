@@ -55,6 +55,29 @@ func TestReplayJSON(t *testing.T) {
 	}
 }
 
+// Beside chats come a fourth as many long prompts, unless another number is named.
+func TestReplayOneOffs(t *testing.T) {
+	requests := func(args ...string) int {
+		t.Helper()
+		out, err := execute(t, "", append(append(small, "--json", "--policy", "least_conn"), args...)...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var r replay.Result
+		if err := json.Unmarshal([]byte(out), &r); err != nil {
+			t.Fatal(err)
+		}
+		return r.Mean.Requests
+	}
+	none := requests("--one-offs", "0")
+	if got := requests(); got != none+7 {
+		t.Errorf("%d requests by default, %d without one-offs, want 7 more", got, none)
+	}
+	if got := requests("--one-offs", "12"); got != none+12 {
+		t.Errorf("%d requests with 12 one-offs, %d without", got, none)
+	}
+}
+
 func TestReplayPlot(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "plot.svg")
 	if out, err := execute(t, "", append(small, "--policy", "least_conn", "--plot", file)...); err != nil {
@@ -95,6 +118,7 @@ func TestReplayFaults(t *testing.T) {
 		{"change", []string{"--change", "explode:1@2s"}, []string{"--change", "explode"}},
 		{"replica of a change", []string{"--change", "leave:7@2s"}, []string{"7", "0 to 5"}},
 		{"copies without sessions", []string{"--copies", "3", write("t.jsonl", good)}, []string{"copies is 3"}},
+		{"one-offs", []string{"--one-offs", "-3"}, []string{"--one-offs", `"-3" is no number of prompts`}},
 		{"workload", []string{"--workload", "games"}, []string{`"games"`, "chats, tools, documents"}},
 		{"workload beside a trace", []string{"--workload", "tools", write("t.jsonl", good)}, []string{"t.jsonl", "--workload tools", "only one"}},
 		{"unwritable report", []string{"--chats", "3", "--policy", "least_conn", "--report", filepath.Join(t.TempDir(), "no", "out.html")}, []string{"out.html"}},

@@ -67,9 +67,11 @@ type Config struct {
 	// Workload is which one: chats, or the name of a [trace.Kind]. Default:
 	// chats.
 	Workload string
-	// Chats is the number of conversations of the workload chats, beside which
-	// there are a fourth as many single prompts. Default 64.
+	// Chats is the number of conversations of the workload chats. Default 64.
 	Chats int
+	// OneOffs is how many single long prompts come beside them. Default a fourth
+	// of Chats; negative is none.
+	OneOffs int
 	// Ramp is the time within which they begin. Default 45 s.
 	Ramp time.Duration
 	// Rate multiplies the rate at which requests, or sessions, arrive. The time

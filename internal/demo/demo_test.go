@@ -100,7 +100,15 @@ func TestWorkloads(t *testing.T) {
 	config := small("kv_cache_aware")
 	config.Chats, config.Limit = 3, 0
 	few := start(t, config).Requests()
-	config.Chats = 30
+	config.OneOffs = -1
+	if none := start(t, config).Requests(); none != few {
+		t.Errorf("3 chats have %d requests, and %d without one-offs, of which there are none", few, none)
+	}
+	config.OneOffs = 2
+	if more := start(t, config).Requests(); more != few+2 {
+		t.Errorf("3 chats have %d requests, with 2 one-offs %d", few, more)
+	}
+	config.OneOffs, config.Chats = 0, 30
 	if many := start(t, config).Requests(); few < 3 || many < 5*few {
 		t.Errorf("3 chats have %d requests, 30 have %d", few, many)
 	}

@@ -35,7 +35,7 @@ func builtIn(c Config) trace.Workload {
 		AnswerTokens:  100,
 		Think:         4 * time.Second,
 		Ramp:          c.Ramp,
-		OneOffs:       c.Chats / 4,
+		OneOffs:       c.OneOffs, // a fourth of the chats, if it is 0
 		OneOffTokens:  8000,
 	}
 }
