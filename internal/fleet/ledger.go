@@ -40,8 +40,13 @@ type ledger struct {
 	// aborted while it was not known whether they had a first token
 	unsure uint64
 
-	passed     texts   // those that got past it since the last scrape
-	passedHits float64 // and the hit tokens believed of them
+	surely uint64 // those from this seq on are sure to have had none when that was last told
+
+	// those that got past it since the last scrape, and the hits and uncached
+	// tokens believed of them; until unpassed nothing of them was computed
+	passed                     texts
+	passedHits, passedUncached float64
+	unpassed                   time.Time
 }
 
 // lateMargin is what a first token may be late by, apart from estimates that
@@ -71,6 +76,17 @@ func (l *ledger) add(r *Reservation, now time.Time, rate float64) {
 	l.footing += r.Uncached
 	l.sent++
 	l.waiting = append(l.waiting, r)
+	if l.unpassed.IsZero() {
+		l.unpassed = now
+	}
+}
+
+// scraped begins to count anew what gets its first token.
+func (l *ledger) scraped() {
+	l.passed, l.passedHits, l.passedUncached, l.unpassed = texts{}, 0, 0, time.Time{}
+	if l.unstarted() > 0 {
+		l.unpassed = l.waiting[l.head].sentAt
+	}
 }
 
 // drain lets the engine work off the backlog until now.
@@ -149,19 +165,25 @@ func (l *ledger) remove(r *Reservation, how outcome, now time.Time, rate float64
 // computing is the number of our requests that the engine computes.
 func (l *ledger) computing() int { return l.inFlight - l.aside }
 
-// find returns the place of r in waiting. Reservations are in order of seq.
-func (l *ledger) find(r *Reservation) int {
+// from returns the place in waiting of the first reservation whose seq is not
+// below this one. They are in order of seq.
+func (l *ledger) from(seq uint64) int {
 	lo, hi := l.head, len(l.waiting)
 	for lo < hi {
 		mid := int(uint(lo+hi) >> 1)
-		if l.waiting[mid].seq < r.seq {
+		if l.waiting[mid].seq < seq {
 			lo = mid + 1
 		} else {
 			hi = mid
 		}
 	}
-	if lo < len(l.waiting) && l.waiting[lo] == r {
-		return lo
+	return lo
+}
+
+// find returns the place of r in waiting, -1 if it is not there.
+func (l *ledger) find(r *Reservation) int {
+	if i := l.from(r.seq); i < len(l.waiting) && l.waiting[i] == r {
+		return i
 	}
 	return -1
 }
@@ -183,6 +205,7 @@ func (l *ledger) pass() {
 	l.past++
 	l.passed.add(r)
 	l.passedHits += r.Hit
+	l.passedUncached += r.Uncached
 }
 
 // trim gives spent room at the head back, at a cost of O(1) per reservation.
@@ -203,16 +226,22 @@ func (l *ledger) trim() {
 // full, takes nobody in, however little there is to prefill; as the first in line
 // has waited, so will the last.
 func (l *ledger) lateBy(now time.Time) time.Duration {
-	if l.unstarted() == 0 {
+	from, ok := l.lateFrom()
+	if !ok {
 		return 0
 	}
-	return max(0, now.Sub(l.lateFrom()))
+	return max(0, now.Sub(from))
 }
 
-// lateFrom is when the first in line begins to be late.
-func (l *ledger) lateFrom() time.Time {
-	r := l.waiting[l.head]
-	return r.sentAt.Add(2*r.expected + lateMargin)
+// lateFrom is when the first in line, of those that surely wait, begins to be
+// late; not ok if there is none.
+func (l *ledger) lateFrom() (from time.Time, ok bool) {
+	i := l.from(l.surely)
+	if i == len(l.waiting) {
+		return time.Time{}, false
+	}
+	r := l.waiting[i]
+	return r.sentAt.Add(2*r.expected + lateMargin), true
 }
 
 // unstarted is the number of our requests not known to be past their first token.
@@ -227,21 +256,16 @@ func (l *ledger) uncachedOfLast(m int) float64 {
 	return sum
 }
 
-// clampTo corrects the backlog by the knowledge that exactly m of our requests
-// have no first token. lag is how many tokens the engine may have worked off
-// since that was true.
-func (l *ledger) clampTo(m int, lag float64) {
-	for l.unstarted() > m {
+// bound corrects the backlog by the knowledge that at most so many of our
+// requests have no first token, and that of at least so many nothing was
+// computed. lag is how many tokens the engine may have worked off since that was
+// true.
+func (l *ledger) bound(least, most int, lag float64) {
+	for l.unstarted() > most {
 		l.pass()
 	}
 	l.trim()
-	high := l.uncachedOfLast(m)
-	low := max(0, l.uncachedOfLast(m-1)-lag)
+	high := l.uncachedOfLast(most)
+	low := max(0, l.uncachedOfLast(least)-lag)
 	l.backlog = min(max(l.backlog, low), high)
-}
-
-// raiseTo corrects the backlog by the knowledge that at least m of our
-// requests wait without having been scheduled.
-func (l *ledger) raiseTo(m int, lag float64) {
-	l.backlog = max(l.backlog, l.uncachedOfLast(min(m, l.unstarted()))-lag)
 }

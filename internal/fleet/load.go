@@ -31,7 +31,8 @@ type Load struct {
 	// Queue is the number of uncached prompt tokens believed to wait for prefill.
 	Queue float64
 	// QueueKnown tells whether the engine's own figures keep Queue right: a
-	// fresh scrape with a count of first tokens, and no other senders.
+	// fresh scrape with a count of first tokens, or else of the requests that run
+	// and of those that wait, and no other senders.
 	QueueKnown bool
 	// Scraped is when the last good scrape ended, which was the last time that
 	// they did; zero before the first.
@@ -206,7 +207,7 @@ func (p *Replica) settle(now time.Time) {
 	}
 	if s := p.latest; s != nil {
 		l.KVUsage = s.KVUsage
-		l.QueueKnown = p.trustFirstTokens(s, now)
+		l.QueueKnown = p.queueKnown(s, now)
 		if s.BlockTokens.Known && s.BlockTokens.Value >= 1 {
 			l.BlockTokens = s.BlockTokens.Value
 		}

@@ -115,33 +115,55 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 
 	p.firstTokens(next, worked, now)
 	p.lost = p.missing(next, now.Add(-lag))
-	if next.Waiting.Known {
-		// The engine's queue is shared by all senders; ours are at most so many.
-		p.raiseTo(int(min(next.Waiting.Value, float64(p.unstarted()))), worked)
-	}
-	p.countOthers(next)
+	p.countOthers(next, now)
+	p.gauges(next, worked, now)
 	if prev != nil {
-		if computed, told := uncachedBetween(prev, next); told {
-			p.rate.observe(work{
-				tokens:    computed,
-				requests:  delta(prev.FirstTokens, next.FirstTokens),
-				prefill:   prefillBetween(prev, next),
-				prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
-				pairs:     prev.PrefillTokens.Known && next.PrefillTokens.Known && next.PrefillSeconds.Known,
-				seconds:   next.At.Sub(prev.At).Seconds(),
-			})
-		}
-		if p.foreign.now(now) {
-			p.text.skip()
-		} else {
-			x := p.passed
-			x.counted, x.firsts = next.FirstTokens.Known, delta(prev.FirstTokens, next.FirstTokens)
-			x.tokens = delta(prev.PromptTokens, next.PromptTokens)
-			p.text.observe(x)
-			p.calibrated.observe(p.passedHits, delta(prev.PrefixHits, next.PrefixHits), next.CapacityTokens.Or(p.assumed.capacity))
-		}
+		p.learnRate(prev, next, now)
+		p.learnText(prev, next, now)
 	}
-	p.passed, p.passedHits = texts{}, 0
+	p.scraped()
+}
+
+// learnRate learns from two scrapes how fast the replica is.
+func (p *Replica) learnRate(prev, next *metrics.Snapshot, now time.Time) {
+	computed, told := computedBetween(prev, next)
+	since := stretch{p.unpassed, p.passedUncached} // as we believe
+	if told {
+		since.tokens = computed
+	} else {
+		computed, told = lookedUpBetween(prev, next)
+	}
+	if told {
+		p.rate.observe(work{
+			tokens:    computed,
+			requests:  p.firstTokensBetween(prev, next),
+			prefill:   prefillBetween(prev, next),
+			prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
+			pairs:     prev.PrefillTokens.Known && next.PrefillTokens.Known && next.PrefillSeconds.Known,
+			seconds:   next.At.Sub(prev.At).Seconds(),
+		})
+	}
+	if !p.queueKnown(next, now) { // others' requests may have been computed for longer
+		p.rate.shown.skip()
+		return
+	}
+	p.rate.shown.observe(since, now)
+}
+
+// learnText learns what the text of our requests is in tokens, and how much of
+// the hits that were believed there were.
+func (p *Replica) learnText(prev, next *metrics.Snapshot, now time.Time) {
+	if p.foreign.now(now) {
+		p.text.skip()
+		return
+	}
+	x := p.passed
+	x.counted, x.firsts = next.FirstTokens.Known, delta(prev.FirstTokens, next.FirstTokens)
+	x.tokens = delta(prev.PromptTokens, next.PromptTokens)
+	p.text.observe(x)
+	if hits, told := hitsBetween(prev, next); told {
+		p.calibrated.observe(p.passedHits, hits, next.CapacityTokens.Or(p.assumed.capacity))
+	}
 }
 
 // firstTokens reads the engine's count of first tokens: with what we sent it
@@ -180,17 +202,48 @@ func (p *Replica) firstTokens(s *metrics.Snapshot, worked float64, now time.Time
 	if p.foreign.now(now) {
 		return
 	}
-	p.clampTo(int(math.Round(float64(p.sent)-ours)), worked)
+	// Of the first of them something may have been computed.
+	m := int(math.Round(float64(p.sent) - ours))
+	p.bound(m-1, m, worked)
 }
 
-// trustFirstTokens tells whether the first-token counter speaks of our
-// requests alone.
-func (p *Replica) trustFirstTokens(s *metrics.Snapshot, now time.Time) bool {
-	return s.FirstTokens.Known && p.baseKnown && !p.foreign.now(now)
+// gauges reads how many requests the engine runs and how many wait. Of those that
+// wait nothing was computed. Where it does not count first tokens, the gauges
+// stand in: what neither waits nor runs has not arrived there yet. All others
+// run, and an engine runs what came first; so of those that run only one can
+// have no first token yet, beside what is computed in the same step. (Each rank
+// has a line of its own.)
+func (p *Replica) gauges(s *metrics.Snapshot, worked float64, now time.Time) {
+	p.surely = 0
+	if !s.Waiting.Known {
+		return
+	}
+	// The engine's queue is shared by all senders; ours are at most so many.
+	least := int(min(s.Waiting.Value, float64(p.unstarted())))
+	most := p.unstarted()
+	if !s.FirstTokens.Known && p.queueKnown(s, now) {
+		most = max(least, p.computing()-int(s.Running.Value)) + max(1, s.Rows)
+		if p.surely = p.seq + 1; least > 0 {
+			p.surely = p.waiting[len(p.waiting)-least].seq
+		}
+	}
+	p.bound(least, most, worked)
+}
+
+// queueKnown tells whether a scrape says how many of our requests have no first
+// token yet: no other sender's are among those it counts.
+func (p *Replica) queueKnown(s *metrics.Snapshot, now time.Time) bool {
+	switch {
+	case p.foreign.now(now):
+		return false
+	case s.FirstTokens.Known:
+		return p.baseKnown
+	}
+	return s.Running.Known && s.Waiting.Known
 }
 
 // countOthers estimates what the engine does for other senders.
-func (p *Replica) countOthers(s *metrics.Snapshot) {
+func (p *Replica) countOthers(s *metrics.Snapshot, now time.Time) {
 	p.others, p.otherTokens = 0, 0
 	if !s.Running.Known || !s.Waiting.Known {
 		return
@@ -201,6 +254,9 @@ func (p *Replica) countOthers(s *metrics.Snapshot) {
 		return
 	}
 	p.others = extra
+	if !s.FirstTokens.Known {
+		p.foreign.add(extra, now) // nothing else tells of them
+	}
 	if waiting := s.Waiting.Value - float64(p.unstarted()); waiting > 0 {
 		p.otherTokens = waiting * p.meanUncached
 	}
@@ -291,18 +347,46 @@ func counted(prev, next *metrics.Snapshot) bool {
 	return !next.GenerationTokens.Known && !next.PromptTokens.Known && !next.FirstTokens.Known
 }
 
-// uncachedBetween is how many prompt tokens the engine computed between two scrapes.
-func uncachedBetween(prev, next *metrics.Snapshot) (float64, bool) {
+// computedBetween is how many prompt tokens the engine computed for requests that
+// got their first token between two scrapes.
+func computedBetween(prev, next *metrics.Snapshot) (float64, bool) {
 	if next.ComputedPromptTokens.Known {
 		return delta(prev.ComputedPromptTokens, next.ComputedPromptTokens), true
 	}
 	if next.PromptTokens.Known && next.CachedPromptTokens.Known {
 		return delta(prev.PromptTokens, next.PromptTokens) - delta(prev.CachedPromptTokens, next.CachedPromptTokens), true
 	}
+	return 0, false
+}
+
+// lookedUpBetween is the same of requests that the engine began with: it looks
+// them up in its prefix cache then.
+func lookedUpBetween(prev, next *metrics.Snapshot) (float64, bool) {
 	if next.PrefixQueries.Known && next.PrefixHits.Known {
 		return delta(prev.PrefixQueries, next.PrefixQueries) - delta(prev.PrefixHits, next.PrefixHits), true
 	}
 	return 0, false
+}
+
+// hitsBetween is how many prompt tokens the engine found in its cache between two
+// scrapes.
+func hitsBetween(prev, next *metrics.Snapshot) (float64, bool) {
+	switch {
+	case prev.PrefixHits.Known && next.PrefixHits.Known:
+		return delta(prev.PrefixHits, next.PrefixHits), true
+	case prev.CachedPromptTokens.Known && next.CachedPromptTokens.Known:
+		return delta(prev.CachedPromptTokens, next.CachedPromptTokens), true
+	}
+	return 0, false
+}
+
+// firstTokensBetween is how many requests got their first token between two
+// scrapes: of all, or of ours if the engine does not count them.
+func (p *Replica) firstTokensBetween(prev, next *metrics.Snapshot) float64 {
+	if next.FirstTokens.Known {
+		return delta(prev.FirstTokens, next.FirstTokens)
+	}
+	return p.passed.requests
 }
 
 // prefillBetween is how long requests were in prefill between two scrapes: as

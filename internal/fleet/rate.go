@@ -44,9 +44,58 @@ type rate struct {
 	elapsed  float64 // seconds of it
 	best     float64 // tokens a second of the best window, fading
 
+	shown shown
 	speed speed
 	own   ownRate
 }
+
+// shown is what a replica was seen to compute: the tokens of some requests in a
+// row, over the time from when the first of them was sent. It can do at least
+// that, however few and long they are and whatever else it waited for. It stands
+// in where the engine does not tell how long prefills took.
+type shown struct {
+	recent [shownScrapes]stretch
+	n      int     // scrapes so far
+	most   float64 // tokens a second, fading
+}
+
+// stretch is what was computed between two scrapes: all of it since a time at
+// which the first of its requests was sent.
+type stretch struct {
+	since  time.Time
+	tokens float64
+}
+
+const (
+	// shownScrapes is how many scrapes requests in a row may take.
+	shownScrapes = 32
+	// shownLeast is how many tokens they need: of fewer, the time until the
+	// scrape that tells of them is most.
+	shownLeast = 8000
+	// shownFades is what a scrape with news leaves of what was shown before.
+	shownFades = 0.998
+)
+
+// observe takes in what was computed until now and had not been at the last scrape.
+func (s *shown) observe(last stretch, now time.Time) {
+	s.recent[s.n%shownScrapes] = last
+	s.n++
+	if last.tokens == 0 {
+		return
+	}
+	s.most *= shownFades
+	sum := 0.0
+	for i := s.n - 1; i >= max(0, s.n-shownScrapes); i-- {
+		x := s.recent[i%shownScrapes]
+		sum += x.tokens
+		if took := now.Sub(x.since).Seconds(); x.tokens > 0 && sum >= shownLeast && took > 0 {
+			s.most = max(s.most, sum/took)
+		}
+	}
+}
+
+// skip leaves out what was computed until now.
+func (s *shown) skip() { s.n = 0 }
 
 // ownRate is what a replica finishes of our own requests in its best windows:
 // all there is to go by where no metrics are polled. Short of saturation it is
@@ -156,6 +205,8 @@ func (r *rate) perSecond(assumed float64, polled bool) float64 {
 		assumed = rateLean * r.tokens / r.seconds
 	case !polled && r.own.peak > 0:
 		assumed = r.own.peak
+	default:
+		assumed = max(assumed, rateLean*r.shown.most)
 	}
 	return max(1, assumed, r.best)
 }

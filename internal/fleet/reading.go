@@ -87,12 +87,14 @@ func (p *Replica) steadyUntil(now time.Time) time.Time {
 	if p.warm.cold {
 		sooner(p.warm.since.Add(warmWithin))
 	}
-	if p.standing.QueueKnown && p.unstarted() > 0 {
-		late := p.lateFrom()
-		if late.Before(now) {
+	if p.standing.QueueKnown {
+		switch late, ok := p.lateFrom(); {
+		case !ok:
+		case late.Before(now):
 			return now // and gets later
+		default:
+			sooner(late)
 		}
-		sooner(late)
 	}
 	if p.breaker.failures > 0 || p.registry.short(now) {
 		return now // what these say changes by itself

@@ -166,6 +166,64 @@ func TestOtherSenders(t *testing.T) {
 	r.Finish(b.now)
 }
 
+// Where first tokens are not counted, other senders show by what runs and waits.
+func TestOtherSendersByGauges(t *testing.T) {
+	b := newBench(t, Config{Interval: 10 * time.Second})
+	r := b.send(1000, 1000)
+	b.scrape(metrics.Snapshot{Running: known(3), Waiting: known(0)}) // gauges are a step old
+	if !b.load().QueueKnown {
+		t.Error("two strays are taken for another sender")
+	}
+	b.scrape(metrics.Snapshot{Running: known(9), Waiting: known(2)})
+	if b.load().QueueKnown {
+		t.Error("another sender goes unnoticed")
+	}
+	b.pass(foreignFor + time.Second)
+	b.scrape(metrics.Snapshot{Running: known(1), Waiting: known(0)})
+	if !b.load().QueueKnown {
+		t.Error("another sender is reckoned with forever")
+	}
+	r.Finish(b.now)
+}
+
+// Each rank behind a port has a line of its own, and computes the first in it.
+func TestGaugesOfRanks(t *testing.T) {
+	for _, c := range []struct {
+		rows  int
+		queue float64
+	}{{0, 3000}, {1, 3000}, {4, 12_000}} {
+		b := newBench(t, Config{})
+		for range 8 {
+			b.send(3000, 3000)
+		}
+		b.scrape(metrics.Snapshot{Rows: c.rows, Running: known(4), Waiting: known(4)})
+		if q, want := b.load().Queue, min(12_000+c.queue, 24_000); q != want {
+			t.Errorf("%d ranks where four wait: queue of %v, want %v", c.rows, q, want)
+		}
+		b.scrape(metrics.Snapshot{Rows: c.rows, Running: known(8), Waiting: known(0)})
+		if q := b.load().Queue; q != c.queue {
+			t.Errorf("%d ranks that run eight requests: queue of %v, want %v", c.rows, q, c.queue)
+		}
+	}
+}
+
+// Of an engine that tells only what runs and waits, somebody who surely waits is
+// late at some time; the last that runs, and may decode for long, is not.
+func TestLateByGauges(t *testing.T) {
+	b := newBench(t, Config{Interval: 10 * time.Second})
+	b.send(1000, 1000)
+	b.send(1000, 1000)
+	b.pass(5 * time.Second)
+	b.scrape(metrics.Snapshot{Running: known(2), Waiting: known(0)})
+	if l := b.load(); l.Late != 0 {
+		t.Errorf("late by %v, and nobody waits", l.Late)
+	}
+	b.scrape(metrics.Snapshot{Running: known(1), Waiting: known(1)})
+	if l := b.load(); l.Late < 3*time.Second || l.Late > 4*time.Second {
+		t.Errorf("late by %v after five seconds", l.Late)
+	}
+}
+
 func TestOthersCountInFlight(t *testing.T) {
 	b := newBench(t, Config{})
 	r := b.send(1000, 1000)
@@ -671,6 +729,45 @@ func TestNoHitsEver(t *testing.T) {
 	}
 	if trust := b.load().Trust; trust != 0 {
 		t.Errorf("trust is %v in an engine that never hit", trust)
+	}
+}
+
+// What an engine does not count is not taken for 0: without a count of hits the belief stands, also where a page loses
+// it. Cached prompt tokens count as hits.
+func TestTrustWithoutHits(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		page func(requests float64) metrics.Snapshot
+		want float64
+	}{
+		{"none", func(n float64) metrics.Snapshot {
+			return metrics.Snapshot{FirstTokens: known(n), PromptTokens: known(n * 10_000)}
+		}, 1},
+		{"first tokens neither", func(float64) metrics.Snapshot {
+			return metrics.Snapshot{Running: known(0), Waiting: known(0)}
+		}, 1},
+		{"lost at half time", func(n float64) metrics.Snapshot {
+			s := metrics.Snapshot{FirstTokens: known(n)}
+			if n < 100 {
+				s.PrefixHits = known(n * 9000)
+			}
+			return s
+		}, 1},
+		{"cached prompt tokens", func(n float64) metrics.Snapshot {
+			return metrics.Snapshot{FirstTokens: known(n), PromptTokens: known(n * 10_000), CachedPromptTokens: known(n * 3000)}
+		}, 1. / 3},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := newBench(t, Config{})
+			for i := range 200 {
+				b.send(10_000, 1000).Finish(b.now)
+				b.pass(time.Second)
+				b.scrape(c.page(float64(i + 1)))
+			}
+			if trust := b.load().Trust; math.Abs(trust-c.want) > 0.05 {
+				t.Errorf("trust is %v, want %v", trust, c.want)
+			}
+		})
 	}
 }
 

@@ -60,7 +60,7 @@ func (p *Replica) view(now time.Time) metrics.View {
 		v.Age = now.Sub(p.scrapes.Last).Seconds()
 	}
 	if s := p.fresh(now); s != nil {
-		v.QueueKnown = p.trustFirstTokens(s, now)
+		v.QueueKnown = p.queueKnown(s, now)
 	}
 	if !p.gone.Load() {
 		v.Blocks = float64(p.registry.Index.Len(p.Slot))
