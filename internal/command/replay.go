@@ -63,8 +63,8 @@ const replayExample = `  $ caddy kv-cache replay conversation.jsonl --replicas 6
 
 // replayFlags are what the command line says.
 type replayFlags struct {
-	policies, changes            []string
-	replicas                     int
+	policies, changes, untold    []string
+	replicas, caddys             int
 	blocks, blockTokens          []int
 	prefillRates                 []string
 	decodeCosts                  []time.Duration
@@ -97,6 +97,8 @@ func newReplay() *cobra.Command {
 	flags.DurationVar(&f.stepOverhead, "step-overhead", enginesim.DefaultStepOverhead, "what a step takes whatever it computes")
 	flags.Float64Var(&f.rate, "rate", 1, "multiplies the rate of arrivals")
 	flags.DurationVar(&f.scrape, "scrape", time.Second, "time between scrapes of a replica's metrics, 0 for none")
+	flags.StringSliceVar(&f.untold, "untold", nil, "what the replicas' metrics pages do not tell: "+strings.Join(replay.PartNames(), ", "))
+	flags.IntVar(&f.caddys, "caddys", 1, "number of Caddys in front of the replicas, which do not know of each other")
 	flags.StringArrayVar(&f.changes, "change", nil, "leave, join or restart, a replica and a time, such as restart:2@90s (repeatable)")
 	flags.IntVar(&f.seeds, "seeds", 1, "runs of each policy")
 	flags.Uint64Var(&f.seed, "seed", 1, "first seed")
@@ -121,7 +123,7 @@ func (f *replayFlags) complete(cmd *cobra.Command) {
 	none := cobra.FixedCompletions(nil, cobra.ShellCompDirectiveNoFileComp)
 	for _, name := range []string{
 		"replicas", "blocks", "block-tokens", "prefill-rate", "decode-cost", "step-overhead", "rate", "scrape",
-		"change", "seeds", "seed", "jitter", "copies", "ramp", "limit", "chats", "one-offs",
+		"change", "caddys", "seeds", "seed", "jitter", "copies", "ramp", "limit", "chats", "one-offs",
 	} {
 		register(cmd, name, none)
 	}
@@ -129,6 +131,11 @@ func (f *replayFlags) complete(cmd *cobra.Command) {
 	for _, c := range replay.Contenders {
 		names = append(names, cobra.CompletionWithDesc(c.Name, c.About))
 	}
+	var parts []cobra.Completion
+	for _, p := range replay.Parts {
+		parts = append(parts, cobra.CompletionWithDesc(p.Name, p.About))
+	}
+	register(cmd, "untold", cobra.FixedCompletions(parts, cobra.ShellCompDirectiveNoFileComp))
 	register(cmd, "workload", completeWorkloads())
 	register(cmd, "policy", cobra.FixedCompletions(names, cobra.ShellCompDirectiveNoFileComp))
 }
@@ -199,19 +206,29 @@ func (f *replayFlags) study() (replay.Study, error) {
 	if f.rate <= 0 {
 		return s, fmt.Errorf("--rate is %v, but must be above 0", f.rate)
 	}
+	if f.caddys < 1 || f.caddys > 64 {
+		return s, fmt.Errorf("--caddys is %d, but must be from 1 to 64", f.caddys)
+	}
 	if f.seeds < 1 || f.copies < 1 {
 		return s, fmt.Errorf("--seeds is %d and --copies %d, but both must be at least 1", f.seeds, f.copies)
 	}
 	if f.scrape < 0 || f.jitter < 0 || f.ramp < 0 {
 		return s, errors.New("--scrape, --jitter and --ramp can't be negative")
 	}
-	s.Setup = replay.Setup{Scrape: f.scrape, Rate: f.rate, Seed: f.seed, Copies: f.copies, Ramp: f.ramp}
+	s.Setup = replay.Setup{Scrape: f.scrape, Caddys: f.caddys, Rate: f.rate, Seed: f.seed, Copies: f.copies, Ramp: f.ramp}
 	if f.seeds > 1 {
 		s.Setup.Jitter = f.jitter
 	}
 	var err error
 	if s.Setup.Engines, err = f.engines(); err != nil {
 		return s, err
+	}
+	for _, name := range f.untold {
+		p, err := replay.PartNamed(name)
+		if err != nil {
+			return s, fmt.Errorf("--untold: %w", err)
+		}
+		s.Setup.Untold = append(s.Setup.Untold, p)
 	}
 	for _, text := range f.changes {
 		c, err := replay.ParseChange(text)
@@ -377,6 +394,12 @@ func (f *replayFlags) facts(s replay.Study, skipped string) []string {
 			requests, float64(s.Traffic.PromptTokens()*f.copies)/1e6, loop, f.rate),
 		fmt.Sprintf("%d replicas: %s blocks of %s tokens, %s prompt tokens a second, %v and %s a decoding sequence for a step; scraped every %v.",
 			f.replicas, listed(f.blocks), listed(f.blockTokens), strings.Join(f.prefillRates, ", "), f.stepOverhead, listed(f.decodeCosts), f.scrape),
+	}
+	if len(f.untold) > 0 {
+		facts = append(facts, "The replicas' pages do not tell: "+strings.Join(f.untold, ", ")+".")
+	}
+	if f.caddys > 1 {
+		facts = append(facts, fmt.Sprintf("%d Caddys in front of them, which do not know of each other; each request comes to one by chance.", f.caddys))
 	}
 	if len(f.changes) > 0 {
 		facts = append(facts, "Changes: "+strings.Join(f.changes, ", ")+".")

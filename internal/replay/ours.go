@@ -181,26 +181,6 @@ func reasonOf(c plan.Choice) string {
 	return reasonBalance
 }
 
-// snapshot is what a scrape of a simulated engine would tell.
-func (f *Fleet) snapshot(now time.Duration, replica int, s enginesim.Stats) *metrics.Snapshot {
-	fact := func(v float64) metrics.Fact { return metrics.Fact{Value: v, Known: true} }
-	c := f.Engines[replica].Config()
-	started := epoch.Add(f.started[replica])
-	if f.started[replica] == 0 { // the fleet has been up for long when the traffic begins
-		started = epoch.Add(-24 * time.Hour)
-	}
-	return &metrics.Snapshot{
-		At: epoch.Add(now), Engine: metrics.VLLM, Rows: 1,
-		Running: fact(float64(s.Running)), Waiting: fact(float64(s.Waiting)), KVUsage: fact(s.KVUsage),
-		CapacityTokens: fact(float64(c.CapacityTokens())), BlockTokens: fact(float64(c.BlockTokens)), PrefixCaching: fact(1),
-		PrefixQueries: fact(float64(s.PrefixQueries)), PrefixHits: fact(float64(s.PrefixHits)),
-		PromptTokens: fact(float64(s.PromptTokens)), CachedPromptTokens: fact(float64(s.CachedTokens)),
-		GenerationTokens: fact(float64(s.GenerationTokens)), FirstTokens: fact(float64(s.FirstTokens)),
-		Finished: fact(float64(s.Finished)), PrefillSeconds: fact(s.PrefillTime.Seconds()), PrefillTokens: fact(float64(s.PromptTokens - s.CachedTokens)),
-		StartTime: fact(float64(started.Unix())),
-	}
-}
-
 // PrefixHash is prefix_hash: the depths, order and bound that Select uses.
 type PrefixHash struct {
 	quiet

@@ -30,6 +30,11 @@ type Setup struct {
 	Engines []enginesim.Config
 	// Scrape is the time between two looks at a replica's metrics, 0 for none.
 	Scrape time.Duration
+	// Untold are the parts of a metrics page that the replicas' pages lack.
+	Untold []Part
+	// Caddys is how many Caddys there are in front of the replicas, none of which
+	// knows what the others send. Default: 1.
+	Caddys int
 	// Rate multiplies the arrival rate of the traffic. Default: 1.
 	Rate float64
 	// Changes are what happens to replicas on the way.

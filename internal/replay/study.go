@@ -73,7 +73,7 @@ func (s Study) Run(ctx context.Context) ([]Result, error) {
 				defer func() { <-free }()
 				setup := s.Setup
 				setup.Seed += uint64(seed)
-				out, err := run(setup, c.New(), s.Traffic, tick)
+				out, err := run(setup, setup.behind(c), s.Traffic, tick)
 				if err != nil {
 					stop(fmt.Errorf("%s: %w", c.Name, err))
 					return
