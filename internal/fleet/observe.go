@@ -124,30 +124,34 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	p.scraped()
 }
 
-// learnRate learns from two scrapes how fast the replica is.
+// learnRate learns from two scrapes how fast the replica is. What an engine does
+// not count of what it computed is what we believed to be uncached.
 func (p *Replica) learnRate(prev, next *metrics.Snapshot, now time.Time) {
-	computed, told := computedBetween(prev, next)
-	since := stretch{p.unpassed, p.passedUncached} // as we believe
-	if told {
-		since.tokens = computed
-	} else {
-		computed, told = lookedUpBetween(prev, next)
+	others := p.foreign.now(now)
+	computed, counted := computedBetween(prev, next)
+	if !counted {
+		computed = p.passedUncached
 	}
-	if told {
-		p.rate.observe(work{
-			tokens:    computed,
-			requests:  p.firstTokensBetween(prev, next),
-			prefill:   prefillBetween(prev, next),
-			prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
-			pairs:     prev.PrefillTokens.Known && next.PrefillTokens.Known && next.PrefillSeconds.Known,
-			seconds:   next.At.Sub(prev.At).Seconds(),
-		})
-	}
-	if !p.queueKnown(next, now) { // others' requests may have been computed for longer
+	if others || !p.queueKnown(next, now) { // others' may have been computed for longer
 		p.rate.shown.skip()
-		return
+	} else {
+		p.rate.shown.observe(stretch{p.unpassed, computed}, now)
 	}
-	p.rate.shown.observe(since, now)
+	if !counted {
+		if begun, told := lookedUpBetween(prev, next); told {
+			computed = begun
+		} else if others {
+			return // the times are theirs as well
+		}
+	}
+	p.rate.observe(work{
+		tokens:    computed,
+		requests:  p.firstTokensBetween(prev, next),
+		prefill:   prefillBetween(prev, next),
+		prefilled: delta(prev.PrefillTokens, next.PrefillTokens),
+		pairs:     prev.PrefillTokens.Known && next.PrefillTokens.Known && next.PrefillSeconds.Known,
+		seconds:   next.At.Sub(prev.At).Seconds(),
+	})
 }
 
 // learnText learns what the text of our requests is in tokens, and how much of
