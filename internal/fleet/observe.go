@@ -124,28 +124,29 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	p.scraped()
 }
 
-// learnRate learns from two scrapes how fast the replica is. What an engine does
-// not count of what it computed is what we believed to be uncached.
+// learnRate learns from two scrapes how fast the replica is. Where the engine does
+// not count what it computed, we go by what was believed to be uncached, and by
+// what it had to compute of those that it began with.
 func (p *Replica) learnRate(prev, next *metrics.Snapshot, now time.Time) {
 	others := p.foreign.now(now)
-	computed, counted := computedBetween(prev, next)
-	if !counted {
+	computed, told := computedBetween(prev, next)
+	begun := computed
+	if !told {
 		computed = p.passedUncached
+		if begun, told = lookedUpBetween(prev, next); !told {
+			begun = computed
+		}
 	}
 	if others || !p.queueKnown(next, now) { // others' may have been computed for longer
 		p.rate.shown.skip()
 	} else {
-		p.rate.shown.observe(stretch{p.unpassed, computed}, now)
+		p.rate.shown.observe(stretch{p.unpassed, computed, begun}, now)
 	}
-	if !counted {
-		if begun, told := lookedUpBetween(prev, next); told {
-			computed = begun
-		} else if others {
-			return // the times are theirs as well
-		}
+	if others && !told {
+		return // the times are theirs as well
 	}
 	p.rate.observe(work{
-		tokens:    computed,
+		tokens:    begun,
 		requests:  p.firstTokensBetween(prev, next),
 		prefill:   prefillBetween(prev, next),
 		prefilled: delta(prev.PrefillTokens, next.PrefillTokens),

@@ -60,10 +60,11 @@ type shown struct {
 }
 
 // stretch is what was computed between two scrapes: all of it since a time at
-// which the first of its requests was sent.
+// which the first of its requests was sent. Where that is only believed, begun is
+// what the engine says it had to compute of those that it began with meanwhile.
 type stretch struct {
-	since  time.Time
-	tokens float64
+	since         time.Time
+	tokens, begun float64
 }
 
 const (
@@ -84,12 +85,12 @@ func (s *shown) observe(last stretch, now time.Time) {
 		return
 	}
 	s.most *= shownFades
-	sum := 0.0
+	sum, begun := 0.0, 0.0
 	for i := s.n - 1; i >= max(0, s.n-shownScrapes); i-- {
 		x := s.recent[i%shownScrapes]
-		sum += x.tokens
-		if took := now.Sub(x.since).Seconds(); x.tokens > 0 && sum >= shownLeast && took > 0 {
-			s.most = max(s.most, sum/took)
+		sum, begun = sum+x.tokens, begun+x.begun
+		if took := now.Sub(x.since).Seconds(); took > 0 && min(sum, begun) >= shownLeast {
+			s.most = max(s.most, min(sum, begun)/took)
 		}
 	}
 }

@@ -4,6 +4,7 @@ package fleet
 
 import (
 	"testing"
+	"time"
 
 	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
 )
@@ -85,5 +86,60 @@ func TestRateOfTokensAndTimesApart(t *testing.T) {
 	}
 	if got, want := r.perSecond(0, true), 10_000*rateLean; got < want*0.99 || got > want*1.01 {
 		t.Errorf("rate %v, want %v", got, want)
+	}
+}
+
+// A replica can do what it was seen to do from when the first of some requests in
+// a row was sent; what was in its cache after all shows nothing.
+func TestShown(t *testing.T) {
+	start := time.Unix(1_700_000_000, 0)
+	at := func(seconds float64) time.Time { return start.Add(time.Duration(seconds * float64(time.Second))) }
+	type look struct {
+		now, since    float64
+		tokens, begun float64
+	}
+	for _, c := range []struct {
+		name  string
+		looks []look
+		want  float64
+	}{
+		{"one prompt", []look{{1, 0.5, 8000, 8000}}, 16_000},
+		{"too little", []look{{1, 0.9, 7000, 7000}}, 0},
+		{"the fastest stretch", []look{{1, 0, 9000, 9000}, {2, 1, 20_000, 20_000}, {3, 2, 1000, 1000}}, 20_000},
+		{"several looks", []look{{1, 0, 0, 6000}, {2, 0, 6000, 24_000}, {3, 1, 24_000, 0}}, 10_000},
+		{"nothing in between", []look{{1, 0, 5000, 5000}, {2, 2, 0, 0}, {3, 2.5, 5000, 5000}}, 10_000. / 3},
+		{"cached after all", []look{{1, 0.5, 80_000, 8000}}, 16_000},
+		{"begun before", []look{{1, 0, 0, 12_000}, {2, 0, 12_000, 0}}, 6000},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var s shown
+			for _, l := range c.looks {
+				s.observe(stretch{at(l.since), l.tokens, l.begun}, at(l.now))
+			}
+			if s.most < 0.99*c.want || s.most > c.want {
+				t.Errorf("shown %v tokens a second, want %v", s.most, c.want)
+			}
+		})
+	}
+}
+
+// What was shown long ago counts less and less, and others' requests cut the row.
+func TestShownFadesAndIsCut(t *testing.T) {
+	var s shown
+	now := time.Unix(1_700_000_000, 0)
+	s.observe(stretch{now.Add(-time.Second), 50_000, 50_000}, now)
+	for range 400 {
+		now = now.Add(time.Second)
+		s.observe(stretch{now.Add(-time.Second), 10, 10}, now)
+	}
+	if s.most > 30_000 || s.most < 10_000 {
+		t.Errorf("of 50,000 tokens a second %v are left after 400 scrapes with news", s.most)
+	}
+	s = shown{}
+	s.observe(stretch{now, 7000, 7000}, now.Add(time.Second))
+	s.skip()
+	s.observe(stretch{now, 7000, 7000}, now.Add(time.Second))
+	if s.most != 0 {
+		t.Errorf("shown %v tokens a second over what others sent", s.most)
 	}
 }
