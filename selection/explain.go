@@ -156,6 +156,7 @@ func costOf(c plan.Costs) *admin.Cost {
 		Compute:  c.Compute,
 		Requests: c.Requests,
 		Pressure: c.Pressure,
+		Away:     c.Away,
 		Pace:     c.Pace,
 	}
 }

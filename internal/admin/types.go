@@ -188,6 +188,9 @@ type Cost struct {
 	Compute  float64 `json:"compute"`
 	Requests float64 `json:"requests"`
 	Pressure float64 `json:"pressure"`
+	// Away is what other senders may have left of the prompt at another replica,
+	// its home.
+	Away float64 `json:"away,omitempty"`
 	// Pace is the replica's prefill rate relative to the fleet's, by which the
 	// parts were divided.
 	Pace float64 `json:"pace"`

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -128,17 +129,31 @@ func printExplanation(out io.Writer, x *admin.Explanation) {
 }
 
 func printCosts(out io.Writer, x *admin.Explanation) {
-	const row = "%-1s %-*s %-8s %6s %6s %8s %8s %8s %6s\n"
-	fmt.Fprintf(out, row, "", nameWidth, "REPLICA", "STATE", "MATCH", "QUEUE", "COMPUTE", "REQUESTS", "PRESSURE", "COST")
+	// Other senders are rare.
+	away := slices.ContainsFunc(x.Candidates, func(c admin.Candidate) bool { return c.Cost != nil && c.Cost.Away != 0 })
+	width := nameWidth
+	if away {
+		width -= len("   AWAY")
+	}
+	row := func(mark, replica, state, match string, costs ...string) {
+		fmt.Fprintf(out, "%-1s %-*s %-8s %6s", mark, width, replica, state, match)
+		for i, wide := range []int{6, 8, 8, 8, 6, 6} {
+			if i != 4 || away {
+				fmt.Fprintf(out, " %*s", wide, costs[i])
+			}
+		}
+		fmt.Fprintln(out)
+	}
+	row("", "REPLICA", "STATE", "MATCH", "QUEUE", "COMPUTE", "REQUESTS", "PRESSURE", "AWAY", "COST")
 	for i := range x.Candidates {
 		c := &x.Candidates[i]
-		cells := []any{mark(c), nameWidth, fit(clean(c.Replica), nameWidth), standing(c), tokens(c.Matched)}
+		costs := []string{"-", "-", "-", "-", "-", "-"}
 		if k := c.Cost; k != nil {
-			cells = append(cells, figures.Compact(k.Queue), figures.Compact(k.Compute), figures.Compact(k.Requests), figures.Compact(k.Pressure), figures.Compact(k.Total))
-		} else {
-			cells = append(cells, "-", "-", "-", "-", "-")
+			for i, cost := range []float64{k.Queue, k.Compute, k.Requests, k.Pressure, k.Away, k.Total} {
+				costs[i] = figures.Compact(cost)
+			}
 		}
-		fmt.Fprintf(out, row, cells...)
+		row(mark(c), fit(clean(c.Replica), width), standing(c), tokens(c.Matched), costs...)
 	}
 }
 

@@ -226,6 +226,10 @@ func TestExplainOtherwise(t *testing.T) {
 	}{
 		{admin.Explanation{Policy: "kv_cache_aware", Reason: "none"}, "goes nowhere: no replica is available"},
 		{admin.Explanation{Policy: "kv_cache_aware", Reason: "no_prompt"}, "the fallback policy decides (no_prompt):\n  the path is of no API"},
+		{admin.Explanation{Policy: "kv_cache_aware", Reason: "no_match", Replica: "b", Candidates: []admin.Candidate{
+			{Replica: "b", State: "eligible", Available: true, Chosen: true, Cost: &admin.Cost{Queue: 900, Total: 900}},
+			{Replica: "c", State: "eligible", Available: true, Cost: &admin.Cost{Away: 4000, Total: 4000}},
+		}}, " AWAY   COST\n"},
 		{admin.Explanation{Policy: "prefix_hash", Reason: "overflow", Replica: "b", Candidates: []admin.Candidate{
 			{Replica: "b", State: "eligible", Available: true, Chosen: true, Place: some(2), Outstanding: some(1500.0)},
 			{Replica: "c", State: "eligible", Available: true},

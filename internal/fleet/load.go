@@ -34,6 +34,8 @@ type Load struct {
 	// fresh scrape with a count of first tokens, or else of the requests that run
 	// and of those that wait, and no other senders.
 	QueueKnown bool
+	// Shared tells that others send requests there as well, such as another Caddy.
+	Shared bool
 	// Scraped is when the last good scrape ended, which was the last time that
 	// they did; zero before the first.
 	Scraped time.Time
@@ -207,7 +209,7 @@ func (p *Replica) settle(now time.Time) {
 	}
 	if s := p.latest; s != nil {
 		l.KVUsage = s.KVUsage
-		l.QueueKnown = p.queueKnown(s, now)
+		l.QueueKnown, l.Shared = p.queueKnown(s, now), p.foreign.now(now)
 		if s.BlockTokens.Known && s.BlockTokens.Value >= 1 {
 			l.BlockTokens = s.BlockTokens.Value
 		}

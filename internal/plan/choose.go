@@ -14,8 +14,38 @@ func (s *Scheduler) match(r *Request) {
 	s.landing.addTo(r.blocks, r.Chain)
 	r.matched = s.lanes.now
 	r.offers = slices.Grow(r.offers[:0], len(r.Replicas))[:len(r.Replicas)]
+	shared := false
 	for i, p := range r.Replicas {
-		r.offers[i].take(r, p, s.lanes.of(p), p.Matched(r.blocks))
+		l := s.lanes.of(p)
+		r.offers[i].take(r, p, l, p.Matched(r.blocks))
+		shared = shared || l.load.Shared
+	}
+	if shared && r.Holder == nil {
+		r.meetAtHome()
+	}
+}
+
+// awayMost is the most that is lost by a replica which is not the prompt's home,
+// in tokens: a home that has so much more to do than another is passed over.
+const awayMost = 4000
+
+// meetAtHome is for replicas that others send requests to as well. What they do
+// with this prompt is not known, but those that know no better look for it where
+// we do: at its home, the first in its order of the replicas that nothing speaks
+// against. So whatever of it is known nowhere may be there.
+func (r *Request) meetAtHome() {
+	home, first, known := -1, uint64(0), 0.0
+	for i, p := range r.Replicas {
+		o := &r.offers[i]
+		known = max(known, o.held)
+		if order := Rendezvous(r.Key, p.ID); o.lane.best && order >= first {
+			home, first = i, order
+		}
+	}
+	for i := range r.offers {
+		if i != home {
+			r.offers[i].away = min(awayMost, max(0, r.Tokens-known))
+		}
 	}
 }
 
@@ -42,7 +72,7 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean)
+		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean) + r.offers[i].away
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		if cost < least {
 			at, least, second = i, cost, least
@@ -106,7 +136,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 		if !t.allows(&l.load.Load, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean)
+		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean) + r.offers[i].away
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

@@ -43,6 +43,10 @@ type Candidate struct {
 	// Crowd is how many of them are beyond the mean of the fleet, with some to
 	// spare.
 	Crowd float64
+	// Away is how much of the prompt other senders may have left at another
+	// replica, its home, that is not known of here; in tokens. 0 where there are
+	// no others.
+	Away float64
 	// Pace is the replica's prefill rate relative to the fleet's mean; 1 if
 	// unknown.
 	Pace float64
@@ -67,7 +71,7 @@ type Candidate struct {
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
 	busy := c.Queue + c.Uncached + r.perRequest(c.Uncached)*c.InFlight + c.pressure()
-	return busy/c.Pace + r.toOthers(c.Reuse)*c.Uncached + crowding*c.Crowd
+	return busy/c.Pace + r.toOthers(c.Reuse)*c.Uncached + crowding*c.Crowd + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and

@@ -17,12 +17,14 @@ type Costs struct {
 	// Compute is the rest: the prompt's uncached tokens, and what computing
 	// them takes from others.
 	Compute float64
+	// Away is what others may have left of the prompt at another replica.
+	Away float64
 	// Pace is the replica's prefill rate relative to the fleet's.
 	Pace float64
 }
 
 // Total is the candidate's cost.
-func (c Costs) Total() float64 { return c.Queue + c.Compute + c.Requests + c.Pressure }
+func (c Costs) Total() float64 { return c.Queue + c.Compute + c.Requests + c.Pressure + c.Away }
 
 // Costs takes the cost of a candidate apart.
 func (r Rule) Costs(c *Candidate) Costs {
@@ -30,6 +32,7 @@ func (r Rule) Costs(c *Candidate) Costs {
 		Queue:    c.Queue / c.Pace,
 		Requests: r.perRequest(c.Uncached)*c.InFlight/c.Pace + crowding*c.Crowd,
 		Pressure: c.pressure() / c.Pace,
+		Away:     c.Away,
 		Pace:     c.Pace,
 	}
 	costs.Compute = r.Cost(c) - costs.Total()
@@ -83,7 +86,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
 			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
-			Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse,
+			Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse, Away: offer.away,
 		})
 	}
 	return f

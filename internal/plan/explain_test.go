@@ -23,6 +23,7 @@ func TestCostsAddUp(t *testing.T) {
 		c := Candidate{
 			Queue: 1e5 * r.Float64(), Uncached: 1e4 * r.Float64(),
 			Free: 1e5 * r.Float64(), InFlight: float64(r.IntN(50)), Pace: 0.1 + 2*r.Float64(), Reuse: 10 * r.Float64(),
+			Away: 4000 * r.Float64(),
 		}
 		if r.IntN(3) == 0 {
 			c.Free = math.Inf(1)

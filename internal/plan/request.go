@@ -113,6 +113,7 @@ type offer struct {
 	blocks   int32   // of the chain that it holds
 	held     float64 // tokens of the prompt that it holds
 	uncached float64 // tokens that it is reckoned to compute
+	away     float64 // as in [Candidate]
 }
 
 // take works out what a replica offers that is believed to hold so many blocks.

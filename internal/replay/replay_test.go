@@ -128,6 +128,76 @@ func TestOldScrapes(t *testing.T) {
 	}
 }
 
+// Pages that lack what other engines' pages lack are worth nearly as much, on
+// machines of any speed; without any sign of the queue it is still no worse than
+// without a page.
+func TestUntold(t *testing.T) {
+	for _, w := range []struct {
+		name    string
+		traffic *Traffic
+		setup   Setup
+		most    float64 // times the mean TTFT
+	}{
+		{"chats", chats(t, 800), Setup{Engines: replicas(6)}, 1.3},
+		{"fast machines", conversation(t), Setup{Engines: replicas(6), Rate: 3}, 1.9}, // that they are has to be seen first
+	} {
+		if w.setup.Rate > 0 {
+			for i := range w.setup.Engines {
+				w.setup.Engines[i].PrefillRate = 30_000
+			}
+		}
+		play := func(scrape time.Duration, untold ...string) Summary {
+			s := Study{Setup: w.setup, Traffic: w.traffic, Contenders: contenders(t, "kv_cache_aware"), Seeds: 2}
+			s.Setup.Scrape, s.Setup.Jitter = scrape, time.Second
+			for _, name := range untold {
+				p, err := PartNamed(name)
+				if err != nil {
+					t.Fatal(err)
+				}
+				s.Setup.Untold = append(s.Setup.Untold, p)
+			}
+			results, err := s.Run(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			return results[0].Mean
+		}
+		all, none := play(time.Second), play(0)
+		for _, untold := range [][]string{
+			{"first_tokens"},
+			{"prefill_times"},
+			{"hits", "prompt_tokens"},                                  // vLLM before 0.8
+			{"hits", "prefill_times", "usage", "capacity"},             // its Rust front end, and no hits
+			{"first_tokens", "hits", "prefill_times", "prompt_tokens"}, // Triton
+			{"first_tokens", "prefill_times", "prompt_tokens", "usage", "capacity"}, // a page cut down to five metrics
+		} {
+			if got := play(time.Second, untold...); got.Mean > w.most*all.Mean || got.HitRate < all.HitRate-0.015 {
+				t.Errorf("%s: mean TTFT is %.2f s and the hit rate %.3f where pages do not tell %v, %.2f and %.3f where they do",
+					w.name, got.Mean, got.HitRate, untold, all.Mean, all.HitRate)
+			}
+		}
+		if got := play(time.Second, "first_tokens", "gauges", "hits"); got.Mean > 1.2*none.Mean {
+			t.Errorf("%s: mean TTFT is %.2f s where nothing tells the queue, %.2f without any page", w.name, got.Mean, none.Mean)
+		}
+	}
+}
+
+// Caddys that do not know of each other see each other's work, and find half of
+// the prompts that they did not send.
+func TestCaddys(t *testing.T) {
+	traffic := chats(t, 400)
+	one := study(t, traffic, Setup{Engines: replicas(4)}, "kv_cache_aware", "least_conn")
+	two := study(t, traffic, Setup{Engines: replicas(4), Caddys: 2}, "kv_cache_aware", "least_conn")
+	hits := func(by map[string]*Result, policy string) float64 { return by[policy].Mean.HitRate }
+	least := hits(two, "least_conn")
+	if all, some := hits(one, "kv_cache_aware")-least, hits(two, "kv_cache_aware")-least; some < 0.4*all || some > 0.95*all {
+		t.Errorf("hit rate is %.3f behind one Caddy, %.3f behind two, %.3f with least_conn", all+least, some+least, least)
+	}
+	if n, want := two["kv_cache_aware"].Mean.Requests, one["kv_cache_aware"].Mean.Requests; n != want {
+		t.Errorf("%d requests behind two Caddys, %d behind one", n, want)
+	}
+}
+
 // With two kinds of machine the faster ones do more, about as if their rates
 // were known.
 func TestMixedFleet(t *testing.T) {
