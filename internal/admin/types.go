@@ -94,7 +94,8 @@ type Ledger struct {
 	// to wait for prefill.
 	Outstanding float64 `json:"outstanding_tokens"`
 	Queued      float64 `json:"queued_tokens"`
-	// QueueKnown is whether the engine's own count of first tokens keeps Queued right.
+	// QueueKnown is whether the engine's own count of first tokens, or of what runs
+	// and waits, keeps Queued right.
 	QueueKnown bool `json:"queue_known"`
 	// Others is how many requests other senders seem to have there.
 	Others float64 `json:"other_requests"`

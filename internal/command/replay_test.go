@@ -55,6 +55,19 @@ func TestReplayJSON(t *testing.T) {
 	}
 }
 
+// What pages do not tell and who else sends is said beside the table.
+func TestReplayFacts(t *testing.T) {
+	out, err := execute(t, "", append(small, "--policy", "kv_cache_aware", "--untold", "hits,first_tokens", "--caddys", "3")...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, part := range []string{"The replicas' pages do not tell: hits, first_tokens.", "3 Caddys in front of them"} {
+		if !strings.Contains(strings.Join(strings.Fields(out), " "), part) {
+			t.Errorf("no %q in\n%s", part, out)
+		}
+	}
+}
+
 // Beside chats come a fourth as many long prompts, unless another number is named.
 func TestReplayOneOffs(t *testing.T) {
 	requests := func(args ...string) int {
@@ -118,6 +131,8 @@ func TestReplayFaults(t *testing.T) {
 		{"change", []string{"--change", "explode:1@2s"}, []string{"--change", "explode"}},
 		{"replica of a change", []string{"--change", "leave:7@2s"}, []string{"7", "0 to 5"}},
 		{"copies without sessions", []string{"--copies", "3", write("t.jsonl", good)}, []string{"copies is 3"}},
+		{"untold", []string{"--untold", "hits,looks"}, []string{"--untold", `"looks"`, "first_tokens, prefill_times"}},
+		{"caddys", []string{"--caddys", "0"}, []string{"--caddys is 0"}},
 		{"one-offs", []string{"--one-offs", "-3"}, []string{"--one-offs", `"-3" is no number of prompts`}},
 		{"workload", []string{"--workload", "games"}, []string{`"games"`, "chats, tools, documents"}},
 		{"workload beside a trace", []string{"--workload", "tools", write("t.jsonl", good)}, []string{"t.jsonl", "--workload tools", "only one"}},
