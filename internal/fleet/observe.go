@@ -137,8 +137,8 @@ func (p *Replica) learnRate(prev, next *metrics.Snapshot, now time.Time) {
 			begun = computed
 		}
 	}
-	if others || !p.queueKnown(next, now) { // others' may have been computed for longer
-		p.rate.shown.skip()
+	if others || !p.queueKnown(next, now) {
+		p.rate.shown = shown{} // it was others' as well, and who knows since when
 	} else {
 		p.rate.shown.observe(stretch{p.unpassed, computed, begun}, now)
 	}

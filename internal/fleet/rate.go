@@ -51,8 +51,9 @@ type rate struct {
 
 // shown is what a replica was seen to compute: the tokens of some requests in a
 // row, over the time from when the first of them was sent. It can do at least
-// that, however few and long they are and whatever else it waited for. It stands
-// in where the engine does not tell how long prefills took.
+// that, however few and long they are and whatever else it waited for. That counts
+// where many prompts share steps, of which each one's prefill time holds all, and
+// stands in where the engine does not tell prefill times.
 type shown struct {
 	recent [shownScrapes]stretch
 	n      int     // scrapes so far
@@ -94,9 +95,6 @@ func (s *shown) observe(last stretch, now time.Time) {
 		}
 	}
 }
-
-// skip leaves out what was computed until now.
-func (s *shown) skip() { s.n = 0 }
 
 // ownRate is what a replica finishes of our own requests in its best windows:
 // all there is to go by where no metrics are polled. Short of saturation it is
@@ -209,5 +207,5 @@ func (r *rate) perSecond(assumed float64, polled bool) float64 {
 	default:
 		assumed = max(assumed, rateLean*r.shown.most)
 	}
-	return max(1, assumed, r.best)
+	return max(1, assumed, r.best, r.shown.most)
 }

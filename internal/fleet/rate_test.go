@@ -123,8 +123,8 @@ func TestShown(t *testing.T) {
 	}
 }
 
-// What was shown long ago counts less and less, and others' requests cut the row.
-func TestShownFadesAndIsCut(t *testing.T) {
+// What was shown long ago counts less and less.
+func TestShownFades(t *testing.T) {
 	var s shown
 	now := time.Unix(1_700_000_000, 0)
 	s.observe(stretch{now.Add(-time.Second), 50_000, 50_000}, now)
@@ -135,11 +135,27 @@ func TestShownFadesAndIsCut(t *testing.T) {
 	if s.most > 30_000 || s.most < 10_000 {
 		t.Errorf("of 50,000 tokens a second %v are left after 400 scrapes with news", s.most)
 	}
-	s = shown{}
-	s.observe(stretch{now, 7000, 7000}, now.Add(time.Second))
-	s.skip()
-	s.observe(stretch{now, 7000, 7000}, now.Add(time.Second))
-	if s.most != 0 {
-		t.Errorf("shown %v tokens a second over what others sent", s.most)
+}
+
+// What a replica did for others as well shows nothing, before or after they were
+// noticed.
+func TestShownWithOthers(t *testing.T) {
+	b := newBench(t, Config{})
+	page := func(firsts, computed float64) {
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{FirstTokens: known(firsts), PromptTokens: known(computed), CachedPromptTokens: known(0)})
+	}
+	page(0, 0)
+	b.send(20_000, 20_000)
+	b.send(20_000, 20_000)
+	page(2, 40_000)
+	if rate := b.load().Rate; rate < 40_000 {
+		t.Errorf("rate %v, and 40,000 tokens were computed in a second", rate)
+	}
+	for i := range 3 {
+		page(10+float64(i), 90_000*float64(1+i)) // of those we did not ask for
+	}
+	if rate := b.load().Rate; rate != DefaultPrefillRate {
+		t.Errorf("rate %v by what was computed for others", rate)
 	}
 }
