@@ -137,9 +137,12 @@ func (p *Replica) learnRate(prev, next *metrics.Snapshot, now time.Time) {
 			begun = computed
 		}
 	}
-	if others || !p.queueKnown(next, now) {
+	switch {
+	case others || !p.queueKnown(next, now):
 		p.rate.shown = shown{} // it was others' as well, and who knows since when
-	} else {
+	case !told && p.rate.known():
+		p.rate.shown = shown{} // what is only believed is worth less than prefill times
+	default:
 		p.rate.shown.observe(stretch{p.unpassed, computed, begun}, now)
 	}
 	if others && !told {

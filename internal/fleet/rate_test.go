@@ -159,3 +159,18 @@ func TestShownWithOthers(t *testing.T) {
 		t.Errorf("rate %v by what was computed for others", rate)
 	}
 }
+
+// What was only believed to be uncached shows nothing to an engine that tells how
+// long its prefills took: some of it was cached.
+func TestPrefillTimesBeforeBelief(t *testing.T) {
+	b := newBench(t, Config{})
+	for i := range 20 {
+		n := float64(i + 1)
+		b.send(20_000, 20_000).Finish(b.now)
+		b.pass(time.Second)
+		b.scrape(metrics.Snapshot{FirstTokens: known(n), PrefillSeconds: known(2 * n)})
+	}
+	if rate, want := b.load().Rate, 10_000*rateLean; rate < 0.99*want || rate > 1.01*want {
+		t.Errorf("rate %v of 20,000 tokens in two seconds of prefill, want %v", rate, want)
+	}
+}
