@@ -31,14 +31,17 @@ const awayMost = 4000
 
 // meetAtHome is for replicas that others send requests to as well. What they do
 // with this prompt is not known, but those that know no better look for it where
-// we do: at its home, the first in its order of the replicas that nothing speaks
-// against. So whatever of it is known nowhere may be there.
+// we do: at its home, the first in its order of the replicas that serve it and that
+// nothing speaks against. So whatever of it is known nowhere may be there.
 func (r *Request) meetAtHome() {
 	home, first, known := -1, uint64(0), 0.0
 	for i, p := range r.Replicas {
 		o := &r.offers[i]
 		known = max(known, o.held)
-		if order := Rendezvous(r.Key, p.ID); o.lane.best && order >= first {
+		if !o.lane.best || r.Serves != nil && !r.Serves[i] {
+			continue
+		}
+		if order := Rendezvous(r.Key, p.ID); order >= first {
 			home, first = i, order
 		}
 	}
@@ -72,7 +75,7 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean) + r.offers[i].away
+		cost := l.cost(&s.Rule, &r.offers[i], r.toOthers, mean)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		if cost < least {
 			at, least, second = i, cost, least
@@ -136,7 +139,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 		if !t.allows(&l.load.Load, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		cost := l.cost(&s.Rule, r.offers[i].uncached, r.toOthers, mean) + r.offers[i].away
+		cost := l.cost(&s.Rule, &r.offers[i], r.toOthers, mean)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

@@ -34,10 +34,11 @@ type lane struct {
 // hasRoom tells whether the replica can be sent more.
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
-// cost is Rule.Cost of a request with so much to compute.
-func (l *lane) cost(rule *Rule, uncached, toOthers, mean float64) float64 {
+// cost is Rule.Cost of a request to which the lane's replica offers this.
+func (l *lane) cost(rule *Rule, o *offer, toOthers, mean float64) float64 {
+	uncached := o.uncached
 	busy := l.queue + l.lost + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
-	return l.perUnit*busy + toOthers*uncached + crowding*crowd(l.inFlight, mean)
+	return l.perUnit*busy + toOthers*uncached + crowding*crowd(l.inFlight, mean) + o.away
 }
 
 // lanes are the replicas' states at one event.

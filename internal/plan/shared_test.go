@@ -80,21 +80,36 @@ func TestMeetAtHome(t *testing.T) {
 	}
 }
 
-// A home that is avoided, or not open to this request, is home to nobody.
+// A replica that is avoided, or does not serve the model, is home to nobody: the
+// next in the prompt's order is, though another has less to do.
 func TestHomeIsEligible(t *testing.T) {
-	w := newWorld(4)
-	w.s.Terms = BindOnArrival
-	w.share()
-	r := w.caller(5000, 1, 2, 3)
-	home := w.homeOf(r.Key)
-	w.engines[home].replica.Drain(true)
-	if !w.s.Submit(&r.Request, w.now) || r.choice.Index == home {
-		t.Fatal("sent to a replica that is drained")
-	}
-	next := r.choice.Index
-	for i, e := range w.engines {
-		if i != home && Rendezvous(r.Key, e.replica.ID) > Rendezvous(r.Key, w.engines[next].replica.ID) {
-			t.Errorf("sent to replica %d, and %d is the next in the prompt's order", next, i)
-		}
+	for _, c := range []struct {
+		name  string
+		unfit func(w *world, r *caller, home int)
+	}{
+		{"drained", func(w *world, _ *caller, home int) { w.engines[home].replica.Drain(true) }},
+		{"serves another model", func(_ *world, r *caller, home int) {
+			r.Serves = []bool{true, true, true, true}
+			r.Serves[home] = false
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(4)
+			w.s.Terms = BindOnArrival
+			w.share()
+			r := w.caller(5000, 1, 2, 3)
+			home := w.homeOf(r.Key)
+			c.unfit(w, r, home)
+			next := (home + 1) % len(w.engines)
+			for i, e := range w.engines {
+				if i != home && Rendezvous(r.Key, e.replica.ID) > Rendezvous(r.Key, w.engines[next].replica.ID) {
+					next = i
+				}
+			}
+			w.engines[next].replica.Reserve(&fleet.Reservation{Prompt: 2000, Uncached: 2000}, w.now)
+			if !w.s.Submit(&r.Request, w.now) || r.choice.Index != next {
+				t.Errorf("sent to replica %d, want %d, the next after %d", r.choice.Index, next, home)
+			}
+		})
 	}
 }
