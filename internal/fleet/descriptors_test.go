@@ -45,25 +45,25 @@ func TestIdleConnectionsWithoutDescriptor(t *testing.T) {
 	first.Finish(b.now)
 	*out = true
 	b.pass(lookAtLast)
-	wantRoom := func(room int, starved bool, when string) {
+	wantIdle := func(idle int, starved bool, when string) {
 		t.Helper()
-		if l := b.load(); l.Room != room || l.Starved != starved || b.replica.Connectable(b.now) != (room > 0) {
-			t.Errorf("%s: room %d, starved %v, connectable %v; want %d, %v", when, l.Room, l.Starved, b.replica.Connectable(b.now), room, starved)
+		if l := b.load(); l.Connections != idle || l.Starved != starved || b.replica.Connectable(b.now) != (idle > 0) {
+			t.Errorf("%s: connections %d, starved %v, connectable %v; want %d, %v", when, l.Connections, l.Starved, b.replica.Connectable(b.now), idle, starved)
 		}
 	}
-	wantRoom(1, false, "one of two connections is idle")
+	wantIdle(1, false, "one of two connections is idle")
 	third := b.send(1, 1)
-	wantRoom(0, true, "none is")
+	wantIdle(0, true, "none is")
 	third.Abort(b.now)
-	wantRoom(0, true, "that of an aborted request is closed")
+	wantIdle(0, true, "that of an aborted request is closed")
 	second.Finish(b.now)
-	wantRoom(1, false, "the last one is idle")
+	wantIdle(1, false, "the last one is idle")
 	b.pass(3 * connectionsFor)
-	wantRoom(0, false, "it was idle for too long to be there for sure")
+	wantIdle(0, false, "it was idle for too long to be there for sure")
 	*out = false
 	b.pass(lookAgain)
-	if l := b.load(); l.Room < 1000 || l.Starved || !b.replica.Connectable(b.now) {
-		t.Errorf("with descriptors left: room %d, starved %v", l.Room, l.Starved)
+	if l := b.load(); l.Connections < 1000 || l.Starved || !b.replica.Connectable(b.now) {
+		t.Errorf("with descriptors left: connections %d, starved %v", l.Connections, l.Starved)
 	}
 }
 

@@ -229,11 +229,10 @@ func (w *warmUp) finished() {
 	}
 }
 
-// room is how many more requests may be sent with inFlight there already.
-func (w *warmUp) room(inFlight int, now time.Time) int {
-	const plenty = 1 << 30
-	if !w.cold || now.Sub(w.since) > warmWithin && inFlight == 0 {
-		return plenty
-	}
-	return warmStep + warmStep*w.answers - inFlight
+// up tells whether the replica, with so many requests in flight, warms up.
+func (w *warmUp) up(inFlight int, now time.Time) bool {
+	return w.cold && (now.Sub(w.since) <= warmWithin || inFlight > 0)
 }
+
+// room is how many more requests may be sent while it does.
+func (w *warmUp) room(inFlight int) int { return warmStep + warmStep*w.answers - inFlight }

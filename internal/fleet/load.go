@@ -69,11 +69,14 @@ type Load struct {
 	BlockTokens float64
 	// Trust (0..1) is the share of believed hits that the engine confirms.
 	Trust float64
-	// Room is how many more requests a replica that warms up may get now;
-	// negative means it may get none. It is large for a warm one. Where this
-	// process has no descriptor left, it is at most the number of connections to
-	// the replica that are believed idle.
-	Room int
+	// Warming tells that the replica was not there a moment ago, and Room how many
+	// more requests it may get now where others can serve them; negative means it
+	// may get none. It is large for a warm one.
+	Warming bool
+	Room    int
+	// Connections is how many more requests can be given a connection now: large,
+	// but where this process has no descriptor left, those believed idle.
+	Connections int
 	// Starved tells that for want of a descriptor a request has to wait until
 	// one of those in flight leaves it its connection.
 	Starved bool
@@ -137,10 +140,14 @@ func (p *Replica) load(now time.Time) Load {
 	l.Avoid = p.avoid(now)
 	l.Queue = p.queue(now, l.Rate) + p.otherTokens
 	l.InFlight = float64(p.inFlight) + p.others
-	l.Room = p.warm.room(p.computing(), now)
+	l.Warming = p.warm.up(p.computing(), now)
+	l.Room, l.Connections = plenty, plenty
+	if l.Warming {
+		l.Room = p.warm.room(p.computing())
+	}
 	if p.registry.short(now) {
-		idle := p.connections.idle(p.inFlight, now)
-		l.Room, l.Starved = min(l.Room, idle), idle <= 0 && p.inFlight > 0
+		l.Connections = p.connections.idle(p.inFlight, now)
+		l.Starved = l.Connections <= 0 && p.inFlight > 0
 	}
 	if p.fresh(now) == nil {
 		l.KVUsage, l.QueueKnown = metrics.Fact{}, false
@@ -159,6 +166,9 @@ func (p *Replica) load(now time.Time) Load {
 	}
 	return l
 }
+
+// plenty is more requests than any replica is sent.
+const plenty = 1 << 30
 
 // late is how late the first in line is, as far as that is known: what has got
 // its first token since the last scrape looks as if it still waited for it.

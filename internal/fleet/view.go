@@ -50,7 +50,7 @@ func (p *Replica) view(now time.Time) metrics.View {
 		Confirmed:   p.calibrated.allCounted,
 		State:       avoid.String(),
 		Eligible:    avoid == Eligible,
-		Warming:     p.warm.room(p.computing(), now) <= warmAfter*warmStep,
+		Warming:     p.warm.up(p.computing(), now),
 		Failures:    p.breaker.failures,
 	}
 	if p.text.tokens > 0 {

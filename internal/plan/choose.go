@@ -136,7 +136,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 			continue
 		}
 		l := s.lanes.at(r, i)
-		if !t.allows(&l.load.Load, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
+		if !t.allows(l, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
 		cost := l.cost(&s.Rule, &r.offers[i], r.toOthers, mean)

@@ -24,11 +24,19 @@ type lane struct {
 	lost     float64 // tokens that count in the cost, but take no room
 	inFlight float64
 	free     float64 // tokens of KV cache
-	best     bool    // nothing speaks against it, see strictest
+	best     bool    // nothing speaks against it, see judge
 
 	planned bool    // more was added since it was read
 	roomy   float64 // queue at or below this: more may be sent
 	load    fleet.Reading
+}
+
+// judge notes whether anything speaks against the replica: that it is to be
+// avoided, that no connection can be made, or that it warms up among replicas that
+// are warm, and has had its share.
+func (l *lane) judge(young bool) {
+	known := &l.load
+	l.best = known.Avoid == fleet.Eligible && known.Connections > 0 && (young || known.Room > 0)
 }
 
 // hasRoom tells whether the replica can be sent more.
@@ -48,9 +56,11 @@ type lanes struct {
 	now    time.Time
 	bySlot []*lane // in the residency index
 
-	// of the event meanOf, in sum: those that nothing speaks against, and the
+	// young: most of the replicas that nothing else speaks against warm up.
+	young bool
+	// of the event surveyed, in sum: those that nothing speaks against, and the
 	// requests in flight there
-	meanOf            uint64
+	surveyed          uint64
 	members, inFlight float64
 }
 
@@ -88,25 +98,58 @@ func (s *lanes) at(r *Request, i int) *lane {
 	return l
 }
 
-// meanInFlight is how many requests a replica has in flight on average, of those
-// that nothing speaks against. An event has one: that of the first request that
-// asks.
-func (s *lanes) meanInFlight(r *Request) float64 {
-	if s.meanOf != s.epoch {
-		s.meanOf, s.members, s.inFlight = s.epoch, 0, 0
-		for i := range r.offers {
-			if l := s.at(r, i); l.best {
-				s.members++
-				s.inFlight += l.inFlight
-			}
+// survey looks over the replicas of a request. An event has one survey: that of
+// the first request that asks.
+func (s *lanes) survey(r *Request) {
+	if s.surveyed == s.epoch {
+		return
+	}
+	s.surveyed, s.members, s.inFlight = s.epoch, 0, 0
+	warm, warming := 0, 0
+	for i := range r.offers {
+		switch l := s.at(r, i); {
+		case l.load.Avoid != fleet.Eligible:
+		case l.load.Warming:
+			warming++
+		default:
+			warm++
 		}
 	}
+	s.setYoung(warm < warming, r)
+	for i := range r.offers {
+		if l := r.offers[i].lane; l.best {
+			s.members++
+			s.inFlight += l.inFlight
+		}
+	}
+}
+
+// setYoung notes whether most replicas warm up, as after the start of a whole
+// fleet. Then none is held back for it: there is nobody to take its share, and
+// what a new one holds would be computed elsewhere once more.
+func (s *lanes) setYoung(young bool, r *Request) {
+	if s.young == young {
+		return
+	}
+	s.young = young
+	for _, l := range s.bySlot {
+		l.judge(young)
+	}
+	for i := range r.offers {
+		r.offers[i].lane.judge(young) // it may be in no index
+	}
+}
+
+// meanInFlight is how many requests a replica has in flight on average, of those
+// that nothing speaks against.
+func (s *lanes) meanInFlight(r *Request) float64 {
+	s.survey(r)
 	return s.inFlight / max(s.members, 1)
 }
 
 // follow keeps the mean right when a lane had so many in flight before.
 func (s *lanes) follow(l *lane, before float64) {
-	if s.meanOf == s.epoch && l.best {
+	if s.surveyed == s.epoch && l.best {
 		s.inFlight += l.inFlight - before
 	}
 }
@@ -127,7 +170,7 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 	if l.load.Starved {
 		l.roomy = -1
 	}
-	l.best = strictest.allows(&l.load.Load, false, true)
+	l.judge(s.young)
 	l.perUnit = 1 / l.load.Pace
 }
 
@@ -170,12 +213,12 @@ const (
 	untried                     // by this request
 	serving                     // and known to serve the model, if any is
 	eligible                    // and not to be avoided
-	strictest                   // and, if it warms up or no connection can be made, with room for another request
+	strictest                   // and nothing else speaks against it, see judge
 )
 
-func (t strictness) allows(l *fleet.Load, tried, serves bool) bool {
+func (t strictness) allows(l *lane, tried, serves bool) bool {
 	return !(t >= untried && tried ||
 		t >= serving && !serves ||
-		t >= eligible && l.Avoid != fleet.Eligible ||
-		t >= strictest && l.Room <= 0)
+		t >= eligible && l.load.Avoid != fleet.Eligible ||
+		t >= strictest && !l.best)
 }
