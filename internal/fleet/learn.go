@@ -202,7 +202,7 @@ func (f *foreign) now(now time.Time) bool {
 
 // warmUp lets a replica that was not there a moment ago (new, restarted, back
 // from unhealthy) take on work gradually: two requests at first, and two more
-// for each that it has answered, until it has answered warmAfter.
+// for each that is known to have its first token, until that are warmAfter.
 type warmUp struct {
 	cold    bool
 	answers int
@@ -220,11 +220,9 @@ const (
 
 func (w *warmUp) start(now time.Time) { *w = warmUp{cold: true, since: now} }
 
-func (w *warmUp) finished() {
-	if !w.cold {
-		return
-	}
-	if w.answers++; w.answers >= warmAfter {
+// answered notes that so many more requests have their first token.
+func (w *warmUp) answered(n uint64) {
+	if w.answers += int(min(n, warmAfter)); w.answers >= warmAfter {
 		w.cold = false
 	}
 }

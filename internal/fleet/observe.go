@@ -108,7 +108,7 @@ func (p *Replica) restart(now time.Time) {
 // learn corrects ledger, rate, text ratio and trust by what the engine counted
 // between two scrapes of one process. prev is nil for the first.
 func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now time.Time) {
-	perSecond := p.perSecond()
+	perSecond, past := p.perSecond(), p.past
 	p.drain(now, perSecond)
 	p.guardAgainstHang(now, prev == nil || counted(prev, next), p.stranded(next))
 	worked := perSecond * lag.Seconds()
@@ -117,6 +117,7 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	p.lost = p.missing(next, now.Add(-lag))
 	p.countOthers(next, now)
 	p.gauges(next, worked, now)
+	p.warm.answered(p.past - past)
 	if prev != nil {
 		p.learnRate(prev, next, now)
 		p.learnText(prev, next, now)

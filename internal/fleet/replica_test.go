@@ -488,10 +488,33 @@ func TestHangGuardNeedsCounters(t *testing.T) {
 	b.wantAvoid(Eligible, "without counters")
 }
 
+// A replica has proven itself when the engine counts first tokens, long before
+// long answers end.
+func TestWarmUpByFirstTokens(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{FirstTokens: known(40)})
+	b.replica.Unavailable(b.now)
+	for sent, counted := 0, 0; counted < warmAfter; {
+		for b.load().Room > 0 {
+			b.send(10, 10)
+			sent++
+		}
+		if want := warmStep * (1 + counted); sent-counted > want || sent < warmStep*(1+counted) {
+			t.Fatalf("after %d first tokens %d requests were sent, want %d at once", counted, sent, want)
+		}
+		b.pass(time.Second)
+		counted += 2
+		b.scrape(metrics.Snapshot{FirstTokens: known(40 + float64(counted))})
+	}
+	if b.load().Warming {
+		t.Errorf("it warms up after %d first tokens", warmAfter)
+	}
+}
+
 func TestWarmUp(t *testing.T) {
 	b := newBench(t, Config{})
-	if room := b.load().Room; room < 1000 {
-		t.Errorf("a replica that was there from the start has room for %d", room)
+	if l := b.load(); l.Room < 1000 || l.Warming {
+		t.Errorf("a replica that was there from the start warms up %v, with room for %d", l.Warming, l.Room)
 	}
 	b.replica.Unavailable(b.now)
 	var open []*Reservation

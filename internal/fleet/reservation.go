@@ -100,7 +100,9 @@ func (r *Reservation) release(how outcome, now time.Time) {
 		p := r.replica
 		p.mu.Lock()
 		defer p.mu.Unlock()
+		past := p.past
 		p.remove(r, how, now, p.perSecond())
+		p.warm.answered(p.past - past)
 		p.inUse.leave(r, how, now)
 		p.breaker.ended(r, how)
 		switch {
@@ -108,7 +110,6 @@ func (r *Reservation) release(how outcome, now time.Time) {
 			p.connections.closed()
 		case how == finished && !r.Aside:
 			p.moved, p.delivered = now, now
-			p.warm.finished()
 			p.rate.own.finished(r.Uncached, now)
 		}
 	})

@@ -88,6 +88,39 @@ func TestBurst(t *testing.T) {
 	}
 }
 
+// A fleet that is started as a whole serves its first burst about as well as one
+// that has been up for long: there is nobody to warm up beside.
+func TestNewFleet(t *testing.T) {
+	traffic, err := Load(nil, later(5*time.Second, trace.Workload{
+		Seed: 1, Chats: 150, SystemPrompts: 12, SystemTokens: 6000, Turns: 3, Ramp: time.Second, OneOffs: -1,
+	}.Sessions()), 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	burst := func(changes ...Change) *Summary {
+		t.Helper()
+		return &study(t, traffic, Setup{Engines: replicas(4), Changes: changes}, "kv_cache_aware")["kv_cache_aware"].Mean
+	}
+	var starts []Change
+	for i := range 4 {
+		starts = append(starts, Change{Kind: Restart, Replica: i, At: time.Millisecond})
+	}
+	if fresh, old := burst(starts...), burst(); fresh.Mean > 1.15*old.Mean {
+		t.Errorf("mean TTFT is %.2f s on a fleet that was started as a whole, %.2f on an old one", fresh.Mean, old.Mean)
+	}
+}
+
+// later has sessions begin so much later.
+func later(by time.Duration, sessions iter.Seq[*trace.Session]) iter.Seq[*trace.Session] {
+	return func(yield func(*trace.Session) bool) {
+		for s := range sessions {
+			if s.Start += by; !yield(s) {
+				return
+			}
+		}
+	}
+}
+
 // Who beats whom, by more than chance, on a cut-out of the conversation trace.
 func TestConversation(t *testing.T) {
 	by := study(t, conversation(t), Setup{Engines: replicas(6)},
