@@ -40,7 +40,8 @@ as fast as they would, and all measured times are multiplied by that. Time
 constants of the policies and your machine's own delays are not sped up: figures
 to rely on come from --speed 1.
 
-With --workload other traffic is made up. To measure with recorded traffic, give
+What the chats are like is said by --chats, --turns, --think and so on; with
+--workload other traffic is made up. To measure with recorded traffic, give
 a --trace: a file of JSON lines or a directory of them, in the format of the
 Mooncake traces (timestamp, input_length, output_length, hash_ids), of chat
 sessions (timestamp, input, output, session_id) or of a request log (timestamp,
@@ -86,9 +87,8 @@ func newDemo() *cobra.Command {
 	flags.StringVar(&f.Model, "model", "", "name of the model (default: what the servers list)")
 	flags.StringVar(&f.Trace, "trace", "", "recorded trace to play, file or directory (default: a made-up workload)")
 	flags.StringVar(&f.Workload, "workload", demo.DefaultWorkload, "made-up workload to play without a trace: "+strings.Join(demo.Workloads(), ", "))
-	flags.IntVar(&f.Chats, "chats", demo.DefaultChats, "conversations of the workload chats")
-	flags.Var((*oneOffs)(&f.OneOffs), "one-offs", oneOffsUsage)
-	flags.DurationVar(&f.Ramp, "ramp", demo.DefaultRamp, "time within which these begin")
+	addChatFlags(flags, &f.Chats, demo.DefaultChats())
+	flags.Var((*pause)(&f.Chats.Ramp), "ramp", "time within which all of the workload chats begin")
 	flags.Float64Var(&f.Rate, "rate", 1, "multiplies the rate of arrivals")
 	flags.IntVar(&f.Sessions, "sessions", 0, "keep so many sessions going (default: start each at its time)")
 	flags.IntVar(&f.Limit, "limit", 0, "requests to play, in whole sessions (default: all)")
@@ -102,7 +102,7 @@ func newDemo() *cobra.Command {
 	for _, simulated := range []string{"replicas", "blocks", "block-tokens", "prefill-rate", "speed"} {
 		cmd.MarkFlagsMutuallyExclusive("upstream", simulated)
 	}
-	for _, madeUp := range []string{"workload", "chats", "one-offs", "ramp"} {
+	for _, madeUp := range append([]string{"workload", "ramp"}, chatFlags...) {
 		cmd.MarkFlagsMutuallyExclusive("trace", madeUp)
 	}
 	f.complete(cmd)
@@ -117,8 +117,11 @@ func (f *demoFlags) complete(cmd *cobra.Command) {
 	none := cobra.FixedCompletions(nil, cobra.ShellCompDirectiveNoFileComp)
 	for _, name := range []string{
 		"replicas", "blocks", "block-tokens", "prefill-rate", "speed", "upstream", "model",
-		"chats", "one-offs", "ramp", "rate", "sessions", "limit", "seed", "scrape", "listen", "option",
+		"ramp", "rate", "sessions", "limit", "seed", "scrape", "listen", "option",
 	} {
+		register(cmd, name, none)
+	}
+	for _, name := range chatFlags {
 		register(cmd, name, none)
 	}
 	register(cmd, "workload", completeWorkloads())
@@ -147,7 +150,10 @@ func (f *demoFlags) run(cmd *cobra.Command) (int, error) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second Ctrl-C does not wait
-	err := f.play(ctx, cmd.OutOrStdout(), cmd.ErrOrStderr())
+	err := checkChatFlags(cmd.Flags(), f.Workload, f.Trace)
+	if err == nil {
+		err = f.play(ctx, cmd.OutOrStdout(), cmd.ErrOrStderr())
+	}
 	switch {
 	case err == nil:
 		return caddy.ExitCodeSuccess, nil

@@ -48,8 +48,8 @@ Mooncake traces (timestamp, input_length, output_length, hash_ids), of chat
 sessions (timestamp, input, output, session_id) or of a request log (timestamp,
 path, body). Sessions are played as a closed loop: a request comes when the one
 before it was answered and the recorded time to think has passed. Without a trace
-a made-up workload is played: chats and long single prompts, as a closed loop, or
-what --workload names.
+a made-up workload is played: chats and long single prompts, as a closed loop,
+whose shape --chats, --turns, --think and so on say, or what --workload names.
 
 Policies of this module take settings, such as kv_cache_aware:match_weight=2.
 `
@@ -72,7 +72,7 @@ type replayFlags struct {
 	ramp                         time.Duration
 	rate                         float64
 	seeds, copies, limit         int
-	chats, oneOffs               int
+	chats                        trace.Workload
 	seed                         uint64
 	workload, report, plot       string
 	json                         bool
@@ -107,8 +107,7 @@ func newReplay() *cobra.Command {
 	flags.DurationVar(&f.ramp, "ramp", 0, "time over which sessions start (default: as recorded)")
 	flags.IntVar(&f.limit, "limit", 0, "requests of a trace without sessions to play (default: all)")
 	flags.StringVar(&f.workload, "workload", demo.DefaultWorkload, "made-up workload to play without a trace: "+strings.Join(demo.Workloads(), ", "))
-	flags.IntVar(&f.chats, "chats", 400, "conversations of the workload chats")
-	flags.Var((*oneOffs)(&f.oneOffs), "one-offs", oneOffsUsage)
+	addChatFlags(flags, &f.chats, trace.Workload{Chats: 400}.Or(trace.DefaultWorkload()))
 	flags.StringVar(&f.report, "report", "", "write a page with plots to this file")
 	flags.StringVar(&f.plot, "plot", "", "write the plot of times to first token to this file (SVG)")
 	flags.BoolVar(&f.json, "json", false, "print a JSON object per policy")
@@ -123,8 +122,11 @@ func (f *replayFlags) complete(cmd *cobra.Command) {
 	none := cobra.FixedCompletions(nil, cobra.ShellCompDirectiveNoFileComp)
 	for _, name := range []string{
 		"replicas", "blocks", "block-tokens", "prefill-rate", "decode-cost", "step-overhead", "rate", "scrape",
-		"change", "caddys", "seeds", "seed", "jitter", "copies", "ramp", "limit", "chats", "one-offs",
+		"change", "caddys", "seeds", "seed", "jitter", "copies", "ramp", "limit",
 	} {
+		register(cmd, name, none)
+	}
+	for _, name := range chatFlags {
 		register(cmd, name, none)
 	}
 	var names []cobra.Completion
@@ -144,7 +146,11 @@ func (f *replayFlags) run(cmd *cobra.Command) (int, error) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second Ctrl-C does not wait
-	err := f.play(ctx, cmd.Flags().Args(), typed(cmd), cmd.OutOrStdout(), cmd.ErrOrStderr())
+	args := cmd.Flags().Args()
+	err := checkChatFlags(cmd.Flags(), f.workload, strings.Join(args, " "))
+	if err == nil {
+		err = f.play(ctx, args, typed(cmd), cmd.OutOrStdout(), cmd.ErrOrStderr())
+	}
 	switch {
 	case err == nil:
 		return caddy.ExitCodeSuccess, nil
@@ -305,7 +311,8 @@ func (f *replayFlags) load(args []string) (*replay.Traffic, string, error) {
 
 func (f *replayFlags) makeUp() (*replay.Traffic, error) {
 	if f.workload == demo.DefaultWorkload {
-		w := trace.Workload{Seed: f.seed, Chats: f.chats, OneOffs: f.oneOffs}
+		w := f.chats
+		w.Seed = f.seed
 		return replay.Load(nil, w.Sessions(), f.blockTokens...)
 	}
 	kind, found := trace.KindNamed(f.workload)

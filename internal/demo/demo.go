@@ -28,8 +28,6 @@ const (
 	DefaultBlockTokens = enginesim.DefaultBlockTokens
 	DefaultPrefillRate = enginesim.DefaultPrefillRate
 	DefaultSpeed       = 10
-	DefaultChats       = 64
-	DefaultRamp        = 45 * time.Second
 	DefaultScrape      = time.Second
 	DefaultListen      = "127.0.0.1:8080"
 )
@@ -67,13 +65,9 @@ type Config struct {
 	// Workload is which one: chats, or the name of a [trace.Kind]. Default:
 	// chats.
 	Workload string
-	// Chats is the number of conversations of the workload chats. Default 64.
-	Chats int
-	// OneOffs is how many single long prompts come beside them. Default a fourth
-	// of Chats; negative is none.
-	OneOffs int
-	// Ramp is the time within which they begin. Default 45 s.
-	Ramp time.Duration
+	// Chats is what the workload chats is like, but for its seed. Default of each
+	// field: that of [DefaultChats].
+	Chats trace.Workload
 	// Rate multiplies the rate at which requests, or sessions, arrive. The time
 	// from an answer to the session's next request stays. Default 1.
 	Rate float64
@@ -118,12 +112,6 @@ func (c Config) withDefaults() Config {
 	if c.Workload == "" {
 		c.Workload = DefaultWorkload
 	}
-	if c.Chats == 0 {
-		c.Chats = DefaultChats
-	}
-	if c.Ramp == 0 {
-		c.Ramp = DefaultRamp
-	}
 	if c.Rate == 0 {
 		c.Rate = 1
 	}
@@ -152,10 +140,6 @@ func (c Config) check() error {
 		return fmt.Errorf("speed is %v, but must be positive", c.Speed)
 	case !(c.Rate > 0):
 		return fmt.Errorf("rate is %v, but must be positive", c.Rate)
-	case c.Chats < 0:
-		return fmt.Errorf("chats is %d, but can't be negative", c.Chats)
-	case c.Ramp < 0:
-		return fmt.Errorf("ramp is %v, but can't be negative", c.Ramp)
 	case c.Sessions < 0:
 		return fmt.Errorf("sessions is %d, but can't be negative", c.Sessions)
 	case c.Limit < 0:

@@ -98,17 +98,17 @@ func TestWorkloads(t *testing.T) {
 		play(t, d, d.Policies()[0])
 	}
 	config := small("kv_cache_aware")
-	config.Chats, config.Limit = 3, 0
+	config.Chats.Chats, config.Limit = 3, 0
 	few := start(t, config).Requests()
-	config.OneOffs = -1
+	config.Chats.OneOffs = -1
 	if none := start(t, config).Requests(); none != few {
 		t.Errorf("3 chats have %d requests, and %d without one-offs, of which there are none", few, none)
 	}
-	config.OneOffs = 2
+	config.Chats.OneOffs = 2
 	if more := start(t, config).Requests(); more != few+2 {
 		t.Errorf("3 chats have %d requests, with 2 one-offs %d", few, more)
 	}
-	config.OneOffs, config.Chats = 0, 30
+	config.Chats.OneOffs, config.Chats.Chats = 0, 30
 	if many := start(t, config).Requests(); few < 3 || many < 5*few {
 		t.Errorf("3 chats have %d requests, 30 have %d", few, many)
 	}
@@ -261,8 +261,6 @@ func TestStartRefuses(t *testing.T) {
 		{"limit", func(c *Config) { c.Limit = -1 }, "limit is -1"},
 		{"scrape", func(c *Config) { c.Scrape = -time.Second }, "scrape is -1s"},
 		{"workload", func(c *Config) { c.Workload = "games" }, `no workload "games", only chats, tools, documents`},
-		{"chats", func(c *Config) { c.Chats = -1 }, "chats is -1"},
-		{"ramp", func(c *Config) { c.Ramp = -time.Second }, "ramp is -1s"},
 		{"trace", func(c *Config) { c.Trace = "no-such-file.jsonl" }, "no-such-file.jsonl"},
 		{"listen", func(c *Config) { c.Listen = "nowhere" }, "cannot listen on nowhere"},
 		{"upstream", func(c *Config) { c.Upstreams = []string{"127.0.0.1:1"} }, "upstream 127.0.0.1:1"},

@@ -21,23 +21,28 @@ type workload struct {
 	single   func() iter.Seq2[trace.Request, error]
 }
 
-// builtIn is the workload of a demo: chats that share twelve long system prompts,
-// which do not all fit in one replica beside the chats, and now and then a long
-// prompt that shares nothing.
-func builtIn(c Config) trace.Workload {
+// DefaultChats is the workload of a demo: chats that share twelve long system
+// prompts, which do not all fit in one replica beside the chats, and now and then
+// a long prompt that shares nothing.
+func DefaultChats() trace.Workload {
 	return trace.Workload{
-		Seed:          c.Seed,
-		Chats:         c.Chats,
+		Chats:         64,
 		SystemPrompts: 12,
 		SystemTokens:  6000,
 		Turns:         5,
 		UserTokens:    300,
 		AnswerTokens:  100,
 		Think:         4 * time.Second,
-		Ramp:          c.Ramp,
-		OneOffs:       c.OneOffs, // a fourth of the chats, if it is 0
+		Ramp:          45 * time.Second,
 		OneOffTokens:  8000,
 	}
+}
+
+// chats is the workload of that name as it is asked for.
+func chats(c Config) trace.Workload {
+	w := c.Chats.Or(DefaultChats())
+	w.Seed = c.Seed
+	return w
 }
 
 func openWorkload(c Config) (workload, error) {
@@ -45,7 +50,7 @@ func openWorkload(c Config) (workload, error) {
 	case c.Trace != "":
 		return openTrace(c)
 	case c.Workload == DefaultWorkload:
-		return ofSessions(builtIn(c).Sessions(), c), nil
+		return ofSessions(chats(c).Sessions(), c), nil
 	}
 	kind, found := trace.KindNamed(c.Workload)
 	if !found {

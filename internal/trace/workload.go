@@ -49,17 +49,40 @@ type Workload struct {
 	OneOffTokens int
 }
 
+// DefaultWorkload is what a Workload is like where it says nothing.
+func DefaultWorkload() Workload {
+	return Workload{
+		Chats:         40,
+		SystemPrompts: 4,
+		SystemTokens:  4000,
+		Turns:         6,
+		UserTokens:    200,
+		AnswerTokens:  150,
+		Think:         4 * time.Second,
+		Ramp:          time.Minute,
+		OneOffTokens:  12000,
+	}
+}
+
+// Or returns the workload with what it does not say taken from another. Its seed
+// stays.
+func (w Workload) Or(other Workload) Workload {
+	w.Chats = positiveOr(w.Chats, other.Chats)
+	w.SystemPrompts = positiveOr(w.SystemPrompts, other.SystemPrompts)
+	w.SystemTokens = positiveOr(w.SystemTokens, other.SystemTokens)
+	w.Turns = positiveOr(w.Turns, other.Turns)
+	w.UserTokens = positiveOr(w.UserTokens, other.UserTokens)
+	w.AnswerTokens = positiveOr(w.AnswerTokens, other.AnswerTokens)
+	w.Think = positiveOr(w.Think, other.Think)
+	w.Ramp = positiveOr(w.Ramp, other.Ramp)
+	w.OneOffs = cmp.Or(w.OneOffs, other.OneOffs)
+	w.OneOffTokens = positiveOr(w.OneOffTokens, other.OneOffTokens)
+	return w
+}
+
 func (w Workload) withDefaults() Workload {
-	w.Chats = positiveOr(w.Chats, 40)
-	w.SystemPrompts = positiveOr(w.SystemPrompts, 4)
-	w.SystemTokens = positiveOr(w.SystemTokens, 4000)
-	w.Turns = positiveOr(w.Turns, 6)
-	w.UserTokens = positiveOr(w.UserTokens, 200)
-	w.AnswerTokens = positiveOr(w.AnswerTokens, 150)
-	w.Think = positiveOr(w.Think, 4*time.Second)
-	w.Ramp = positiveOr(w.Ramp, time.Minute)
+	w = w.Or(DefaultWorkload())
 	w.OneOffs = max(0, cmp.Or(w.OneOffs, w.Chats/4))
-	w.OneOffTokens = positiveOr(w.OneOffTokens, 12000)
 	return w
 }
 
