@@ -102,7 +102,7 @@ func newDemo() *cobra.Command {
 	for _, simulated := range []string{"replicas", "blocks", "block-tokens", "prefill-rate", "speed"} {
 		cmd.MarkFlagsMutuallyExclusive("upstream", simulated)
 	}
-	for _, madeUp := range append([]string{"workload", "ramp"}, chatFlags...) {
+	for _, madeUp := range []string{"workload", "ramp"} {
 		cmd.MarkFlagsMutuallyExclusive("trace", madeUp)
 	}
 	f.complete(cmd)

@@ -209,6 +209,10 @@ func TestFaultyCommandLines(t *testing.T) {
 		{[]string{"--listen", "127.0.0.1:99999"}, "cannot listen on 127.0.0.1:99999"},
 		{[]string{"--upstream", "127.0.0.1:1", "--speed", "3"}, "[speed upstream]"},
 		{[]string{"--upstream", "127.0.0.1:1"}, "upstream 127.0.0.1:1: "},
+		{[]string{"--chats", "-1"}, `"-1" is no number from 1 on`},
+		{[]string{"--ramp", "-1s"}, `"-1s" is no duration above 0`},
+		{[]string{"--trace", "no-such-trace", "--turns", "3"}, "--turns says what the workload chats is like, but no-such-trace"},
+		{[]string{"--workload", "tools", "--one-offs", "3"}, "--one-offs says what the workload chats is like, but tools"},
 		{[]string{"--no-such-flag"}, "unknown flag"},
 		{[]string{"surplus"}, "unknown command"},
 	} {

@@ -45,13 +45,12 @@ func addChatFlags(flags *pflag.FlagSet, w *trace.Workload, defaults trace.Worklo
 
 // checkChatFlags refuses them beside other traffic, which they say nothing of.
 func checkChatFlags(flags *pflag.FlagSet, workload, trace string) error {
-	played := cmp.Or(trace, workload)
-	if played == demo.DefaultWorkload && trace == "" {
+	if trace == "" && workload == demo.DefaultWorkload {
 		return nil
 	}
 	for _, name := range chatFlags {
 		if flags.Changed(name) {
-			return fmt.Errorf("--%s says what the workload %s is like, but %s is to be played", name, demo.DefaultWorkload, played)
+			return fmt.Errorf("--%s says what the workload %s is like, but %s is to be played", name, demo.DefaultWorkload, cmp.Or(trace, workload))
 		}
 	}
 	return nil
