@@ -104,10 +104,25 @@ func (s *lanes) survey(r *Request) {
 	if s.surveyed == s.epoch {
 		return
 	}
-	s.surveyed, s.members, s.inFlight = s.epoch, 0, 0
-	warm, warming := 0, 0
+	s.surveyed = s.epoch
+	warm, warming := s.count(r)
+	if young := warm < warming; young != s.young {
+		s.setYoung(young, r)
+		s.count(r)
+	}
+}
+
+// count sums up a request's replicas that nothing speaks against, and tells how
+// many of those that are eligible are warm, and how many warm up.
+func (s *lanes) count(r *Request) (warm, warming int) {
+	s.members, s.inFlight = 0, 0
 	for i := range r.offers {
-		switch l := s.at(r, i); {
+		l := s.at(r, i)
+		if l.best {
+			s.members++
+			s.inFlight += l.inFlight
+		}
+		switch {
 		case l.load.Avoid != fleet.Eligible:
 		case l.load.Warming:
 			warming++
@@ -115,22 +130,13 @@ func (s *lanes) survey(r *Request) {
 			warm++
 		}
 	}
-	s.setYoung(warm < warming, r)
-	for i := range r.offers {
-		if l := r.offers[i].lane; l.best {
-			s.members++
-			s.inFlight += l.inFlight
-		}
-	}
+	return warm, warming
 }
 
 // setYoung notes whether most replicas warm up, as after the start of a whole
 // fleet. Then none is held back for it: there is nobody to take its share, and
 // what a new one holds would be computed elsewhere once more.
 func (s *lanes) setYoung(young bool, r *Request) {
-	if s.young == young {
-		return
-	}
 	s.young = young
 	for _, l := range s.bySlot {
 		l.judge(young)
