@@ -18,7 +18,9 @@ import (
 	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
 )
 
-// stuckEngine counts first tokens, and gives none before it is let go.
+// stuckEngine counts first tokens, and gives none before it is let go. Then it
+// answers at once, but says that it computed nothing: so it never seems to be
+// faster than is assumed.
 type stuckEngine struct {
 	*httptest.Server
 	letGo func()
@@ -34,7 +36,8 @@ func newStuckEngine(t *testing.T) *stuckEngine {
 	e := &stuckEngine{letGo: sync.OnceFunc(func() { close(gate) })}
 	e.Server = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/metrics" {
-			fmt.Fprintf(w, "vllm:num_requests_running 1\nvllm:time_to_first_token_seconds_count %d\n", e.tokens.Load())
+			fmt.Fprintf(w, "vllm:num_requests_running 1\nvllm:time_to_first_token_seconds_count %d\n"+
+				"vllm:prefix_cache_queries_total 0\nvllm:prefix_cache_hits_total 0\n", e.tokens.Load())
 			return
 		}
 		if r.Method != http.MethodPost { // asked for its models
