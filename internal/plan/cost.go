@@ -53,6 +53,10 @@ type Candidate struct {
 	// Reuse is how many requests of the last minutes asked for what replicas
 	// hold of the prompt, for each replica: those that the next minutes bring.
 	Reuse float64
+	// Evicts is what is lost by a token that is computed there and takes the
+	// place of one that is cached, as how many tokens that others compute in its
+	// place; see evictions.
+	Evicts float64
 	// KVFree is the share of KV cache that no request in flight uses, and 1 where
 	// it is unknown; see [fleet.Load.KVFree].
 	KVFree float64
@@ -71,7 +75,7 @@ type Candidate struct {
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
 	busy := c.Queue + c.Uncached + r.perRequest(c.Uncached)*c.InFlight + c.pressure()
-	return busy/c.Pace + r.toOthers(c.Reuse)*c.Uncached + crowding*c.Crowd + c.Away
+	return busy/c.Pace + (r.toOthers(c.Reuse)+r.others()*c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and
@@ -92,8 +96,11 @@ func crowd(inFlight, mean float64) float64 {
 
 // toOthers is what others lose by a token that is computed again.
 func (r Rule) toOthers(reuse float64) float64 {
-	return (r.MatchWeight - 1) / (1 + reuse/reuseToHalve)
+	return r.others() / (1 + reuse/reuseToHalve)
 }
+
+// others is what a token that others compute counts against one of queue.
+func (r Rule) others() float64 { return r.MatchWeight - 1 }
 
 func (r Rule) perRequest(uncached float64) float64 {
 	return min(r.PerRequest, max(r.PerRequest/4, uncached))

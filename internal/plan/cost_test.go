@@ -25,7 +25,7 @@ func reference(r Rule, cs []Candidate) int {
 		case c.Uncached < r.PerRequest:
 			each = c.Uncached
 		}
-		return (c.Queue+c.Uncached+each*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached*5/(5+c.Reuse)
+		return (c.Queue+c.Uncached+each*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached*(5/(5+c.Reuse)+c.Evicts)
 	}
 	var places []int
 	least := math.Inf(1)
@@ -59,6 +59,7 @@ func anyCandidate(rng *rand.Rand) Candidate {
 		InFlight:   pick(0, 1, 2, 30),
 		Pace:       pick(1, 1, 1, 0.5, 2),
 		Reuse:      pick(0, 0, 0.2, 5, 100),
+		Evicts:     pick(0, 0, 1, 8*rng.Float64()),
 		KVFree:     pick(1, 1, 0.96, 0.5, rng.Float64()),
 		Spare:      pick(1, 1, 0.995, 0.5, rng.Float64()),
 		Rendezvous: rng.Uint64(),

@@ -86,7 +86,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
 			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
-			Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse, Away: offer.away,
+			Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse, Evicts: l.evicts, Away: offer.away,
 		})
 	}
 	return f

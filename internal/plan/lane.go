@@ -24,11 +24,14 @@ type lane struct {
 	lost     float64 // tokens that count in the cost, but take no room
 	inFlight float64
 	free     float64 // tokens of KV cache
+	evicts   float64 // what others lose by a token that is computed there, see Candidate
 	best     bool    // nothing speaks against it, see judge
 
 	planned bool    // more was added since it was read
 	roomy   float64 // queue at or below this: more may be sent
 	load    fleet.Reading
+	replica *fleet.Replica
+	depth
 }
 
 // judge notes whether anything speaks against the replica: that it is to be
@@ -46,12 +49,13 @@ func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 func (l *lane) cost(rule *Rule, o *offer, toOthers, mean float64) float64 {
 	uncached := o.uncached
 	busy := l.queue + l.lost + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
-	return l.perUnit*busy + toOthers*uncached + crowding*crowd(l.inFlight, mean) + o.away
+	return l.perUnit*busy + (toOthers+rule.others()*l.evicts)*uncached + crowding*crowd(l.inFlight, mean) + o.away
 }
 
 // lanes are the replicas' states at one event.
 type lanes struct {
 	terms  *Terms
+	evicts *evictions
 	epoch  uint64
 	now    time.Time
 	bySlot []*lane // in the residency index
@@ -163,7 +167,11 @@ func (s *lanes) follow(l *lane, before float64) {
 // read brings a lane to what is known of its replica now. On most events that
 // is what was known at the one before.
 func (s *lanes) read(l *lane, p *fleet.Replica) {
+	if l.replica != p { // its slot in the index was another's
+		*l = lane{replica: p}
+	}
 	l.epoch = s.epoch
+	l.evicts = s.evicts.weight() * l.deep
 	if changed := p.Read(&l.load, s.now); !changed && !l.planned {
 		return
 	}

@@ -44,11 +44,12 @@ type Scheduler struct {
 	index *residency.Index
 	held  atomic.Int64 // how many wait; read without the lock
 
-	mu      brief
-	line    line
-	lanes   lanes
-	reuses  reuses
-	landing landing
+	mu        brief
+	line      line
+	lanes     lanes
+	reuses    reuses
+	evictions evictions
+	landing   landing
 
 	// room for what one event needs
 	order   []*Request
@@ -61,7 +62,7 @@ type Scheduler struct {
 // NewScheduler returns a scheduler for the replicas of an index.
 func NewScheduler(index *residency.Index) *Scheduler {
 	s := &Scheduler{Rule: Default, Terms: DefaultTerms, index: index}
-	s.line.terms, s.lanes.terms = &s.Terms, &s.Terms
+	s.line.terms, s.lanes.terms, s.lanes.evicts = &s.Terms, &s.Terms, &s.evictions
 	return s
 }
 
@@ -235,6 +236,7 @@ func (s *Scheduler) send(r *Request, c Choice) {
 		s.landing = append(s.landing, late)
 	}
 	if c.Index >= 0 {
+		s.evictions.learn(r, c.Index)
 		s.lanes.reread(r.Replicas[c.Index])
 	}
 	if r.ready != nil {

@@ -110,6 +110,34 @@ func TestNewFleet(t *testing.T) {
 	}
 }
 
+// Where the chats' histories are several times what the caches hold, none would have
+// a hit if all were treated alike: without minding what a prompt evicts, 0.45 are found
+// here.
+func TestShortCaches(t *testing.T) {
+	traffic, err := Load(nil, trace.Workload{
+		Seed: 1, Chats: 145, SystemPrompts: 50, SystemTokens: 6000, Turns: 12, UserTokens: 50, AnswerTokens: 20,
+		Think: 500 * time.Millisecond, Ramp: 10 * time.Second, OneOffs: -1,
+	}.Sessions(), 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	engines := replicas(6)
+	for i := range engines {
+		engines[i].Blocks, engines[i].PrefillRate = 1500, 3000
+	}
+	by := study(t, traffic, Setup{Engines: engines},
+		"kv_cache_aware", "prefix_hash", "weighted_scores", "least_conn")
+	ours := &by["kv_cache_aware"].Mean
+	if ours.HitRate < 0.6 {
+		t.Errorf("hit rate is %.3f", ours.HitRate)
+	}
+	for _, other := range []string{"prefix_hash", "weighted_scores", "least_conn"} {
+		if m := by[other].Mean.Mean; ours.Mean >= m {
+			t.Errorf("mean TTFT is %.2f s, %.2f with %s", ours.Mean, m, other)
+		}
+	}
+}
+
 // later has sessions begin so much later.
 func later(by time.Duration, sessions iter.Seq[*trace.Session]) iter.Seq[*trace.Session] {
 	return func(yield func(*trace.Session) bool) {

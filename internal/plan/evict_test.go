@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plan
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/cespare/xxhash/v2"
+
+	"github.com/seed-2fa47a1e/caddy-kv-cache/internal/prompt"
+	"github.com/seed-2fa47a1e/caddy-kv-cache/metrics"
+)
+
+// cached is a world of replicas whose caches hold so many prompts of 2,048 tokens.
+func cached(replicas, prompts int) *world {
+	w := newWorld(replicas)
+	w.s.Terms = BindOnArrival
+	for _, e := range w.engines {
+		w.fleet.Observe(e.replica, metrics.Scrape{Snapshot: &metrics.Snapshot{
+			At: w.now, Engine: metrics.VLLM, FirstTokens: metrics.Fact{Known: true},
+			CapacityTokens: metrics.Fact{Value: float64(prompts) * 2048, Known: true},
+		}}, w.now)
+	}
+	return w
+}
+
+// prompt is the n-th, that of a session; it may go to these replicas only, if any
+// are given.
+func (w *world) prompt(n int, to ...int) *caller {
+	chain := make([]uint64, 32)
+	for i := range chain {
+		chain[i] = Rendezvous(uint64(n+1)<<16, uint64(i+1))
+	}
+	c := w.caller(2048, chain...)
+	c.Key = uint64(n)
+	c.closed = make(map[int]bool)
+	for i := range w.engines {
+		c.closed[i] = len(to) > 0 && !slices.Contains(to, i)
+	}
+	return c
+}
+
+// serve sends a prompt and lets it be computed.
+func (w *world) serve(n int, to ...int) {
+	w.s.Submit(&w.prompt(n, to...).Request, w.now)
+	w.pass(time.Second)
+}
+
+func TestEvictionsCount(t *testing.T) {
+	for _, c := range []struct {
+		name           string
+		sessions, turn int  // that take turns, and how many prompts in all
+		want           bool // whether evicting is held to cost something
+	}{
+		{"all are new", 1000, 1000, false},
+		{"caches hold all", 14, 1000, false},
+		{"caches hold a third", 48, 1000, true},
+		{"caches hold a third, at first", 48, 48, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := cached(2, 8)
+			for i := range c.turn {
+				w.serve(i % c.sessions)
+			}
+			if got := w.s.evictions.weight(); got > 0 != c.want {
+				t.Errorf("a token evicts what weighs %.1f, with %.2f computed again", got, w.s.evictions.again)
+			}
+			if c.want && w.s.evictions.again < 0.9 {
+				t.Errorf("%.2f is held to be computed again, which is all", w.s.evictions.again)
+			}
+		})
+	}
+}
+
+// Where caches are too small, a replica that has hits is left to them: what it would
+// lose is worth a wait. Where others compute what is new, it is not.
+func TestEvictionsAreSpared(t *testing.T) {
+	for _, c := range []struct {
+		name     string
+		sessions int // that the other replica serves in turn; it holds eight
+		want     int
+	}{
+		{"what the other computes was computed before", 40, 1},
+		{"what the other computes is new", 1_000_000, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			w := cached(2, 8)
+			for i := range 400 {
+				w.serve(2_000_000+i%4, 0)
+				w.serve(i%c.sessions, 1)
+			}
+			// The other has some more to do.
+			w.s.Submit(&w.prompt(3_000_000, 1).Request, w.now)
+			r := w.prompt(c.sessions/2, 0, 1)
+			w.s.Submit(&r.Request, w.now)
+			if r.choice.Index != c.want || r.choice.Matched != 0 {
+				t.Errorf("a prompt of which %d blocks are held goes to replica %d, want none and %d", r.choice.Matched, r.choice.Index, c.want)
+			}
+		})
+	}
+}
+
+// A replica that takes another's place in the index has none of its past.
+func TestEvictionsOfAnother(t *testing.T) {
+	w := cached(2, 8)
+	for i := range 100 {
+		w.serve(i%4, 0)
+	}
+	old := w.s.lanes.of(w.engines[0].replica)
+	if old.deep == 0 || old.sent == 0 {
+		t.Fatal("nothing was found deep in the cache")
+	}
+	other := w.engines[1].replica
+	w.s.lanes.next(w.now)
+	w.s.lanes.read(old, other)
+	if old.deep != 0 || old.sent != 0 {
+		t.Errorf("another replica is held to have been sent %.0f tokens", old.sent)
+	}
+}
+
+// What is learned at each request, beside one pass of xxhash over its text.
+func BenchmarkEvictions(b *testing.B) {
+	for _, replicas := range []int{4, 64} {
+		for _, blocks := range []int{64, 512} {
+			b.Run(fmt.Sprintf("replicas=%d/blocks=%d", replicas, blocks), func(b *testing.B) {
+				w := cached(replicas, 100)
+				text := make([]byte, blocks*prompt.BlockSize)
+				chains := make([][]uint64, 64)
+				for i := range chains {
+					for j := range blocks {
+						chains[i] = append(chains[i], Rendezvous(uint64(i+1)<<16, uint64(j+1)))
+					}
+				}
+				c := w.caller(float64(64 * blocks))
+				w.s.lanes.next(w.now)
+				w.s.match(&c.Request)
+				var learning, hashing time.Duration
+				var sum uint64
+				n := 0
+				b.ReportAllocs()
+				for b.Loop() {
+					c.Chain = chains[n%len(chains)]
+					n++
+					began := time.Now()
+					w.s.evictions.learn(&c.Request, 0)
+					learned := time.Now()
+					sum += xxhash.Sum64(text)
+					learning, hashing = learning+learned.Sub(began), hashing+time.Since(learned)
+				}
+				b.ReportMetric(float64(learning)/float64(n), "ns/learn")
+				b.ReportMetric(float64(learning)/float64(hashing), "x-of-xxhash")
+				_ = sum
+			})
+		}
+	}
+}
