@@ -81,7 +81,8 @@ type Load struct {
 	// one of those in flight leaves it its connection.
 	Starved bool
 
-	blocks int // that the residency index lets the replica hold
+	// Blocks is how many blocks of text the residency index lets the replica hold.
+	Blocks int
 }
 
 // Free is how many tokens of KV cache are believed free, +Inf if the engine
@@ -158,7 +159,7 @@ func (p *Replica) load(now time.Time) Load {
 	if l.QueueKnown {
 		l.Late = p.late(now)
 	}
-	l.blocks = p.capacity
+	l.Blocks = p.capacity
 	l.Used = p.footing
 	if l.KVUsage.Known && l.Capacity > 0 {
 		l.Returned = max(0, p.gauged-p.outstanding) / l.Capacity
@@ -202,10 +203,10 @@ func (p *Replica) Spare(l *Load) float64 {
 			return max(0, 1-taken/l.Capacity)
 		}
 	}
-	if p.gone.Load() || l.blocks == 0 {
+	if p.gone.Load() || l.Blocks == 0 {
 		return 0
 	}
-	return 1 - float64(p.registry.Index.Len(p.Slot))/float64(l.blocks)
+	return 1 - float64(p.registry.Index.Len(p.Slot))/float64(l.Blocks)
 }
 
 // settle works out what a Load says until the next scrape.

@@ -74,7 +74,7 @@ func (e *evictions) weight() float64 {
 func (e *evictions) learn(r *Request, i int) {
 	o := &r.offers[i]
 	to := o.lane
-	capacity := to.load.Capacity
+	capacity := float64(to.load.Blocks) * r.PerBlock
 	if capacity <= 0 || r.Tokens <= 0 || len(r.Chain) < noteEvery {
 		return
 	}
