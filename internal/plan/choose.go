@@ -18,11 +18,24 @@ func (s *Scheduler) match(r *Request) {
 	for i, p := range r.Replicas {
 		l := s.lanes.of(p)
 		r.offers[i].take(r, p, l, p.Matched(r.blocks))
+		r.offers[i].each = s.Rule.perRequest(r.offers[i].uncached)
 		shared = shared || l.load.Shared
 	}
 	if shared && r.Holder == nil {
 		r.meetAtHome()
 	}
+	s.expect(r)
+}
+
+// expect looks up how many others asked of late for what is held of the prompt.
+func (s *Scheduler) expect(r *Request) {
+	prefix := r.prefix()
+	others := s.reuses.before(prefix, s.lanes.now)
+	if prefix == r.asked { // as it did itself
+		others = max(0, others-1)
+	}
+	r.reuse = others / float64(max(1, len(r.Replicas)))
+	r.lost = lost(r.reuse, busyFrom)
 }
 
 // awayMost is the most that is lost by a replica which is not the prompt's home,
@@ -69,13 +82,13 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	at = -1
 	least, second := math.Inf(1), math.Inf(1)
-	mean := s.lanes.meanInFlight(r)
+	uncrowded := s.lanes.uncrowded(r)
 	for i := range r.offers {
 		l := s.lanes.at(r, i)
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(&s.Rule, &r.offers[i], r.toOthers, mean)
+		cost := l.cost(&s.Rule, r, i, uncrowded)
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		if cost < least {
 			at, least, second = i, cost, least
@@ -101,10 +114,21 @@ func (s *Scheduler) mayGoTo(r *Request, i int) bool { return r.Caller.Open(i) &&
 
 // choose finds the replica where the request costs least, and whether that has
 // room for it now.
-func (s *Scheduler) choose(r *Request) (c Choice, fits bool) {
+func (s *Scheduler) choose(r *Request) (c Choice, fits bool) { return s.chooseCounting(r, 0) }
+
+// chooseBehind is choose for a request behind all that wait: what they will have
+// computed where they wait for counts as queued.
+func (s *Scheduler) chooseBehind(r *Request) (c Choice, fits bool) {
+	if s.line.len() == 0 {
+		return s.choose(r)
+	}
+	return s.chooseCounting(r, 1)
+}
+
+func (s *Scheduler) chooseCounting(r *Request, awaited float64) (c Choice, fits bool) {
 	least := math.Inf(1)
 	for t := strictest; t >= anyOpen; t-- {
-		if least = s.gather(r, r.Caller, t); len(s.choices) > 0 {
+		if least = s.gather(r, r.Caller, t, awaited); len(s.choices) > 0 {
 			break
 		}
 	}
@@ -125,12 +149,12 @@ func (s *Scheduler) choose(r *Request) (c Choice, fits bool) {
 	return c, o.lane.hasRoom()
 }
 
-// gather lists the replicas that are good enough and what the request costs
-// there, and returns the least of it.
-func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float64) {
+// gather lists the replicas that are good enough and what the request costs there,
+// with so much of what is awaited there, and returns the least of it.
+func (s *Scheduler) gather(r *Request, caller Caller, t strictness, awaited float64) (least float64) {
 	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	least = math.Inf(1)
-	mean := s.lanes.meanInFlight(r)
+	uncrowded := s.lanes.uncrowded(r)
 	for i := range r.offers {
 		if !caller.Open(i) {
 			continue
@@ -139,7 +163,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness) (least float
 		if !t.allows(l, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		cost := l.cost(&s.Rule, &r.offers[i], r.toOthers, mean)
+		cost := l.cost(&s.Rule, r, i, uncrowded) + awaited*l.perUnit*l.awaited
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

@@ -15,7 +15,8 @@ type Rule struct {
 	// queue: more than 1, because recomputing delays everyone behind as well
 	// and displaces what others would hit. The others get that back where a
 	// prefix is asked for so often that they will hit it: of what is above 1,
-	// half is left when each replica may expect five requests for it.
+	// half is left when each replica may expect five requests for it, or as many
+	// fewer as the replica has less to do than six requests.
 	MatchWeight float64
 	// PerRequest is the most that one request in flight counts, in tokens. Those
 	// that decode slow every step, and every token computed there holds them up:
@@ -75,7 +76,7 @@ type Candidate struct {
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
 	busy := c.Queue + c.Uncached + r.perRequest(c.Uncached)*c.InFlight + c.pressure()
-	return busy/c.Pace + (r.toOthers(c.Reuse)+r.others()*c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
+	return busy/c.Pace + r.others()*(lost(c.Reuse, c.InFlight)+c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and
@@ -89,14 +90,16 @@ const (
 	crowding    = 10_000
 )
 
-// crowd is how many requests in flight are beyond what a replica may have.
-func crowd(inFlight, mean float64) float64 {
-	return max(0, inFlight-max(crowdFactor*mean, mean+crowdSlack))
-}
+// uncrowded is how many requests in flight a replica may have where so many is the mean.
+func uncrowded(mean float64) float64 { return max(crowdFactor*mean, mean+crowdSlack) }
 
-// toOthers is what others lose by a token that is computed again.
-func (r Rule) toOthers(reuse float64) float64 {
-	return r.others() / (1 + reuse/reuseToHalve)
+// lost is how much of a token that is computed again others lose, for a prefix of
+// which each replica may expect so many requests, at one that has so many in flight.
+// They get it back by hits. It is halved by reuseToHalve requests, or by fewer where
+// there is little to do: nobody waits there, and a copy is made for nothing.
+func lost(reuse, inFlight float64) float64 {
+	halve := reuseToHalve * min(1, max(leastBusy, inFlight/busyFrom))
+	return halve / (halve + reuse)
 }
 
 // others is what a token that others compute counts against one of queue.

@@ -25,7 +25,14 @@ func reference(r Rule, cs []Candidate) int {
 		case c.Uncached < r.PerRequest:
 			each = c.Uncached
 		}
-		return (c.Queue+c.Uncached+each*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached*(5/(5+c.Reuse)+c.Evicts)
+		halve := 5.0 // at six in flight
+		switch {
+		case c.InFlight < 0.3:
+			halve *= 0.05
+		case c.InFlight < 6:
+			halve *= c.InFlight / 6
+		}
+		return (c.Queue+c.Uncached+each*c.InFlight+preempted)/c.Pace + (r.MatchWeight-1)*c.Uncached*(halve/(halve+c.Reuse)+c.Evicts)
 	}
 	var places []int
 	least := math.Inf(1)

@@ -69,11 +69,10 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 	defer s.mu.Unlock()
 	s.lanes.next(now)
 	s.match(r)
-	s.expect(r, s.reuses.before(r.prefix(), now))
-	c, fits := s.choose(r)
+	c, fits := s.chooseBehind(r)
 	f := Forecast{
 		Choice:  c,
-		Waits:   c.Index >= 0 && (!fits || s.line.len() > 0),
+		Waits:   c.Index >= 0 && !(fits && s.unclaimed(r, c)),
 		Ahead:   s.line.len(),
 		Options: make([]Option, len(r.Replicas)),
 	}
@@ -86,7 +85,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
 			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
-			Crowd: crowd(l.inFlight, s.lanes.meanInFlight(r)), Pace: l.load.Pace, Reuse: r.reuse, Evicts: l.evicts, Away: offer.away,
+			Crowd: max(0, l.inFlight-s.lanes.uncrowded(r)), Pace: l.load.Pace, Reuse: r.reuse, Evicts: l.evicts, Away: offer.away,
 		})
 	}
 	return f

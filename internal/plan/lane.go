@@ -28,6 +28,7 @@ type lane struct {
 	best     bool    // nothing speaks against it, see judge
 
 	planned bool    // more was added since it was read
+	awaited float64 // tokens of those that wait for it, by the last plan
 	roomy   float64 // queue at or below this: more may be sent
 	load    fleet.Reading
 	replica *fleet.Replica
@@ -45,11 +46,17 @@ func (l *lane) judge(young bool) {
 // hasRoom tells whether the replica can be sent more.
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
-// cost is Rule.Cost of a request to which the lane's replica offers this.
-func (l *lane) cost(rule *Rule, o *offer, toOthers, mean float64) float64 {
+// cost is Rule.Cost of a request at the lane's replica, its i-th, where so many in
+// flight are no crowd.
+func (l *lane) cost(rule *Rule, r *Request, i int, uncrowded float64) float64 {
+	o := &r.offers[i]
 	uncached := o.uncached
-	busy := l.queue + l.lost + uncached + rule.perRequest(uncached)*l.inFlight + max(0, uncached-l.free)
-	return l.perUnit*busy + (toOthers+rule.others()*l.evicts)*uncached + crowding*crowd(l.inFlight, mean) + o.away
+	busy := l.queue + l.lost + uncached + o.each*l.inFlight + max(0, uncached-l.free)
+	toOthers := r.lost
+	if l.inFlight < busyFrom && r.reuse > 0 {
+		toOthers = lost(r.reuse, l.inFlight)
+	}
+	return l.perUnit*busy + rule.others()*(toOthers+l.evicts)*uncached + crowding*max(0, l.inFlight-uncrowded) + o.away
 }
 
 // lanes are the replicas' states at one event.
@@ -150,11 +157,11 @@ func (s *lanes) setYoung(young bool, r *Request) {
 	}
 }
 
-// meanInFlight is how many requests a replica has in flight on average, of those
+// uncrowded is how many requests a replica may have in flight, by their mean at those
 // that nothing speaks against.
-func (s *lanes) meanInFlight(r *Request) float64 {
+func (s *lanes) uncrowded(r *Request) float64 {
 	s.survey(r)
-	return s.inFlight / max(s.members, 1)
+	return uncrowded(s.inFlight / max(s.members, 1))
 }
 
 // follow keeps the mean right when a lane had so many in flight before.
@@ -215,6 +222,16 @@ func (s *lanes) add(l *lane, uncached float64) {
 	l.inFlight++
 	l.free -= uncached
 	s.follow(l, l.inFlight-1)
+}
+
+// await notes that a request waits for a replica, by the plan.
+func (s *lanes) await(l *lane, uncached float64) { l.awaited += uncached }
+
+// nothingAwaited is for a plan that is made anew.
+func (s *lanes) nothingAwaited() {
+	for _, l := range s.bySlot {
+		l.awaited = 0
+	}
 }
 
 // strictness says which replicas are good enough. The strictest set that is

@@ -41,8 +41,9 @@ type Request struct {
 	offers  []offer   // by place in Replicas
 	matched time.Time // when both were looked up
 
-	reuse    float64 // as in [Candidate], when it arrived
-	toOthers float64 // what a token computed again takes from them
+	asked uint64  // the prefix that it was counted for, see reuses
+	reuse float64 // as in [Candidate], when it was matched
+	lost  float64 // at a busy replica, see there
 
 	arrived time.Time
 	ready   chan struct{}
@@ -113,6 +114,7 @@ type offer struct {
 	blocks   int32   // of the chain that it holds
 	held     float64 // tokens of the prompt that it holds
 	uncached float64 // tokens that it is reckoned to compute
+	each     float64 // what a request in flight there counts beside it
 	away     float64 // as in [Candidate]
 }
 

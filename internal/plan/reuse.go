@@ -4,9 +4,16 @@ package plan
 
 import "time"
 
-// What a token computed again takes from others is halved for a prefix of
-// which each replica may expect so many requests, see [Rule].
-const reuseToHalve = 5
+const (
+	// What a token computed again takes from others is halved for a prefix of
+	// which each replica may expect so many requests, see [Rule].
+	reuseToHalve = 5
+	// That is at a replica that has busyFrom in flight. At one that has fewer it
+	// takes as many fewer, but leastBusy of it at least: a prefix that was asked for
+	// once is not worth a copy.
+	busyFrom  = 6
+	leastBusy = 0.05
+)
 
 // reuseSlots bounds how many prefixes are followed at once.
 const reuseSlots = 4096
@@ -21,21 +28,19 @@ type reuse struct {
 	asked  fading
 }
 
-// ask counts a request for the prefix, and returns how many there were before.
-func (u *reuses) ask(prefix uint64, now time.Time) float64 {
+// ask counts a request for the prefix.
+func (u *reuses) ask(prefix uint64, now time.Time) {
 	if prefix == nothing {
-		return 0
+		return
 	}
 	slot := &u[prefix%reuseSlots]
-	before := slot.asked.add(0, now)
-	if slot.prefix != prefix {
+	if before := slot.asked.add(0, now); slot.prefix != prefix {
 		if before >= 1 {
-			return 0
+			return
 		}
-		*slot, before = reuse{prefix: prefix, asked: fading{at: now}}, 0
+		*slot = reuse{prefix: prefix, asked: fading{at: now}}
 	}
 	slot.asked.sum++
-	return before
 }
 
 // before returns how many requests for the prefix there were.

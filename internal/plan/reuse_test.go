@@ -3,6 +3,7 @@
 package plan
 
 import (
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"testing"
@@ -37,17 +38,63 @@ func TestReuses(t *testing.T) {
 		if got := u.before(h, now); math.Abs(got-counts[h]) > 1e-6*counts[h] {
 			t.Fatalf("%x was asked for %v times, want %v", h, got, counts[h])
 		}
-		if got := u.ask(h, now); math.Abs(got-counts[h]) > 1e-6*counts[h] {
-			t.Fatalf("%x was asked for %v times before, want %v", h, got, counts[h])
-		}
+		u.ask(h, now)
 		counts[h]++
 	}
-	if later := now.Add(time.Hour); u.before(hot[0], later) > 1e-6 || u.ask(hot[0]+reuseSlots, later) != 0 || u.before(hot[0]+reuseSlots, later) != 1 {
+	later := now.Add(time.Hour)
+	old := u.before(hot[0], later)
+	if u.ask(hot[0]+reuseSlots, later); old > 1e-6 || u.before(hot[0]+reuseSlots, later) != 1 {
 		t.Error("what was popular an hour ago does not give way")
 	}
-	for range 2 {
-		if u.ask(nothing, now) != 0 || u.before(nothing, now) != 0 {
-			t.Error("prompts of which nothing is held are counted")
+	if u.ask(nothing, now); u.before(nothing, now) != 0 {
+		t.Error("prompts of which nothing is held are counted")
+	}
+}
+
+// A prefix that many ask for is computed where there is nothing to do, sooner than
+// where there is; one of a single session is not.
+func TestCopies(t *testing.T) {
+	queueAt := func(reuse, inFlight float64) (queue float64) {
+		for holder := (Candidate{Uncached: 100, Pace: 1, InFlight: 3}); ; holder.Queue += 100 {
+			other := Candidate{Uncached: 6000, Pace: 1, InFlight: inFlight, Reuse: reuse}
+			holder.Reuse = reuse
+			if best, _ := Default.Choose([]Candidate{holder, other}); best == 1 {
+				return holder.Queue
+			}
 		}
+	}
+	session, some, many := queueAt(0, 0), queueAt(1, 0), queueAt(10, 0)
+	if some > session/2 || many > some {
+		t.Errorf("a prefix of 6,000 tokens is copied to an idle replica from a queue of %.0f on if one has asked for it at each, %.0f if ten have, %.0f if none", some, many, session)
+	}
+	if busy := queueAt(1, 6); busy < 2*some {
+		t.Errorf("to a busy one from %.0f on, to an idle one from %.0f", busy, some)
+	}
+}
+
+// Of many requests at once for what is held nowhere, not all wait for the replica that
+// computes it while others have nothing to do: those behind count those before.
+func TestManyAtOnce(t *testing.T) {
+	for _, c := range []struct{ requests, least int }{{1, 1}, {5, 1}, {40, 3}} {
+		t.Run(fmt.Sprint(c.requests), func(t *testing.T) {
+			w := newWorld(4)
+			at := make(map[int]bool)
+			for i := range c.requests {
+				chain := make([]uint64, 125)
+				for j := range chain {
+					if chain[j] = uint64(j + 1); j >= 110 {
+						chain[j] += uint64(1000 * (i + 1))
+					}
+				}
+				r := w.caller(8000, chain...)
+				if w.s.Submit(&r.Request, w.now); r.sent > 0 {
+					at[r.choice.Index] = true
+				}
+				w.now = w.now.Add(time.Millisecond)
+			}
+			if len(at) < c.least {
+				t.Errorf("%d of %d requests were sent, to %d replicas, want %d", c.requests-w.s.Waiting(), c.requests, len(at), c.least)
+			}
+		})
 	}
 }

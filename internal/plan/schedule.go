@@ -57,6 +57,8 @@ type Scheduler struct {
 	costs   []float64 // of each choice
 	ties    []merits  // of those of the choices that cost least
 	sent    []uint64  // keys of what this event has sent
+
+	complete bool // the last plan was for all that wait
 }
 
 // NewScheduler returns a scheduler for the replicas of an index.
@@ -72,11 +74,12 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.lanes.next(now)
-	r.arrived, r.bound, r.ready = now, false, nil // it may be used again
+	r.arrived, r.bound, r.ready, r.asked = now, false, nil, nothing // it may be used again
 	s.match(r)
-	s.expect(r, s.reuses.ask(r.prefix(), now))
-	c, fits := s.choose(r)
-	if c.Index < 0 || fits && s.line.len() == 0 {
+	r.asked = r.prefix()
+	s.reuses.ask(r.asked, now)
+	c, fits := s.chooseBehind(r)
+	if c.Index < 0 || fits && s.unclaimed(r, c) {
 		s.send(r, c)
 		return true
 	}
@@ -88,17 +91,11 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	r.least = s.leastUncached(r)
 	queued, rate := s.behind(r)
 	s.line.join(r, s.Rule.MatchWeight, queued, rate, now)
-	if fits { // if not, it would not with those before it either
+	if s.lanes.await(r.offers[c.Index].lane, r.offers[c.Index].uncached); fits {
 		s.plan()
 	}
 	s.held.Store(int64(s.line.len()))
 	return r.bound
-}
-
-// expect takes in how many requests of late asked for what is held of the prompt.
-func (s *Scheduler) expect(r *Request, asked float64) {
-	r.reuse = asked / float64(max(1, len(r.Replicas)))
-	r.toOthers = s.Rule.toOthers(r.reuse)
 }
 
 // Leave takes a waiting request out: its client left. It reports whether the
@@ -163,10 +160,14 @@ func (s *Scheduler) plan() {
 	}
 	s.order = s.line.first(lookAhead, s.order[:0])
 	s.sent = s.sent[:0]
+	s.complete = len(s.order) == 0
 	looked := 0
 	for i, r := range s.order {
-		if i == 0 && !s.anyRoom(r) {
-			return
+		if i == 0 {
+			if !s.anyRoom(r) {
+				return
+			}
+			s.lanes.nothingAwaited()
 		}
 		if s.outdated(r) && looked < rematches {
 			s.match(r)
@@ -179,6 +180,7 @@ func (s *Scheduler) plan() {
 		}
 		if at >= 0 && !fits {
 			s.lanes.add(r.offers[at].lane, r.offers[at].uncached)
+			s.lanes.await(r.offers[at].lane, r.offers[at].uncached)
 			continue
 		}
 		c, _ := s.choose(r)
@@ -189,6 +191,13 @@ func (s *Scheduler) plan() {
 			return
 		}
 	}
+	s.complete = len(s.order) < lookAhead
+}
+
+// unclaimed tells whether a new request may go at once where it was chosen to: nobody
+// waits for that replica. The last plan has found all those who do.
+func (s *Scheduler) unclaimed(r *Request, c Choice) bool {
+	return s.line.len() == 0 || s.complete && r.offers[c.Index].lane.awaited == 0
 }
 
 // outdated tells whether a request's match may not be what it was.
