@@ -98,7 +98,15 @@ func uncrowded(mean float64) float64 { return max(crowdFactor*mean, mean+crowdSl
 // They get it back by hits. It is halved by reuseToHalve requests, or by fewer where
 // there is little to do: nobody waits there, and a copy is made for nothing.
 func lost(reuse, inFlight float64) float64 {
-	halve := reuseToHalve * min(1, max(leastBusy, inFlight/busyFrom))
+	if reuse == 0 {
+		return 1
+	}
+	halve := inFlight * (reuseToHalve / busyFrom)
+	if halve > reuseToHalve {
+		halve = reuseToHalve
+	} else if halve < leastToHalve {
+		halve = leastToHalve
+	}
 	return halve / (halve + reuse)
 }
 

@@ -7,12 +7,12 @@ import "time"
 const (
 	// What a token computed again takes from others is halved for a prefix of
 	// which each replica may expect so many requests, see [Rule].
-	reuseToHalve = 5
+	reuseToHalve = 5.0
 	// That is at a replica that has busyFrom in flight. At one that has fewer it
-	// takes as many fewer, but leastBusy of it at least: a prefix that was asked for
+	// takes as many fewer, but leastToHalve at least: a prefix that was asked for
 	// once is not worth a copy.
-	busyFrom  = 6
-	leastBusy = 0.05
+	busyFrom     = 6.0
+	leastToHalve = 0.25
 )
 
 // reuseSlots bounds how many prefixes are followed at once.
