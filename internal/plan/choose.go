@@ -35,7 +35,7 @@ func (s *Scheduler) expect(r *Request) {
 		others = max(0, others-1)
 	}
 	r.reuse = others / float64(max(1, len(r.Replicas)))
-	r.lost = lost(r.reuse, busyFrom)
+	r.toOthers = toOthers(r.reuse, busyFrom)
 }
 
 // awayMost is the most that is lost by a replica which is not the prompt's home,

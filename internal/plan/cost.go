@@ -76,7 +76,7 @@ type Candidate struct {
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
 	busy := c.Queue + c.Uncached + r.perRequest(c.Uncached)*c.InFlight + c.pressure()
-	return busy/c.Pace + r.others()*(lost(c.Reuse, c.InFlight)+c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
+	return busy/c.Pace + r.others()*(toOthers(c.Reuse, c.InFlight)+c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and
@@ -93,11 +93,11 @@ const (
 // uncrowded is how many requests in flight a replica may have where so many is the mean.
 func uncrowded(mean float64) float64 { return max(crowdFactor*mean, mean+crowdSlack) }
 
-// lost is how much of a token that is computed again others lose, for a prefix of
+// toOthers is how much of a token that is computed again others lose, for a prefix of
 // which each replica may expect so many requests, at one that has so many in flight.
 // They get it back by hits. It is halved by reuseToHalve requests, or by fewer where
 // there is little to do: nobody waits there, and a copy is made for nothing.
-func lost(reuse, inFlight float64) float64 {
+func toOthers(reuse, inFlight float64) float64 {
 	if reuse == 0 {
 		return 1
 	}

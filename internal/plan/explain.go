@@ -10,7 +10,7 @@ import (
 
 // Costs is what [Rule.Cost] is made of, in tokens of queue at the fleet's pace.
 type Costs struct {
-	// Queue is what waits there or is lost on the way, Requests what decodes there,
+	// Queue is what waits there or for it, or is lost on the way, Requests what decodes there,
 	// Pressure the KV cache that must be freed: each over the replica's pace.
 	// Requests has what a crowd costs, too, whatever the pace.
 	Queue, Requests, Pressure float64
@@ -83,8 +83,12 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		o, offer := &f.Options[at], &r.offers[at]
 		l := s.lanes.at(r, at)
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
+		queue := l.queue + l.lost
+		if s.line.len() > 0 {
+			queue += l.awaited
+		}
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
-			Queue: l.queue + l.lost, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
+			Queue: queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
 			Crowd: max(0, l.inFlight-s.lanes.uncrowded(r)), Pace: l.load.Pace, Reuse: r.reuse, Evicts: l.evicts, Away: offer.away,
 		})
 	}

@@ -111,6 +111,38 @@ func TestExplainIsWhatSubmitDoes(t *testing.T) {
 	}
 }
 
+// Those that wait count for a new request, and what it is told says so.
+func TestExplainCountsThoseThatWait(t *testing.T) {
+	w := newWorld(3)
+	prompt := func(n uint64) *caller { // they begin alike, and have 960 tokens of their own
+		chain := make([]uint64, 125)
+		for i := range chain {
+			if chain[i] = uint64(i + 1); i >= 110 {
+				chain[i] += 1000 * n
+			}
+		}
+		return w.caller(8000, chain...)
+	}
+	for n := range uint64(25) {
+		waiting := w.s.Waiting()
+		told := w.s.Explain(&prompt(n+1).Request, w.now)
+		r := prompt(n + 1)
+		sent := w.s.Submit(&r.Request, w.now)
+		if told.Waits == sent || sent && r.choice != told.Choice {
+			t.Fatalf("request %d: told %+v, sent %v %+v", n, told.Choice, sent, r.choice)
+		}
+		if cost := told.Options[told.Index].Costs.Total(); math.Abs(cost-told.Cost) > 1e-6 {
+			t.Fatalf("request %d: the choice costs %.0f, its parts %.0f", n, told.Cost, cost)
+		}
+		if told.Ahead != waiting {
+			t.Fatalf("request %d: %d are ahead, %d waited", n, told.Ahead, waiting)
+		}
+	}
+	if w.s.Waiting() == 0 || w.s.Waiting() == 24 {
+		t.Errorf("%d of 25 wait, want some", w.s.Waiting())
+	}
+}
+
 // TestPeekIsTheNextKey compares with the key that is then drawn, except for
 // the very requests that split a key.
 func TestPeekIsTheNextKey(t *testing.T) {

@@ -52,12 +52,15 @@ func (l *lane) cost(rule *Rule, r *Request, i int, uncrowded float64) float64 {
 	o := &r.offers[i]
 	uncached := o.uncached
 	busy := l.queue + l.lost + uncached + o.each*l.inFlight + max(0, uncached-l.free)
-	toOthers := r.lost
+	others := r.toOthers
 	if l.inFlight < busyFrom && r.reuse > 0 {
-		toOthers = lost(r.reuse, l.inFlight)
+		others = toOthers(r.reuse, l.inFlight)
 	}
-	return l.perUnit*busy + rule.others()*(toOthers+l.evicts)*uncached + crowding*max(0, l.inFlight-uncrowded) + o.away
+	return l.perUnit*busy + rule.others()*(others+l.evicts)*uncached + crowding*max(0, l.inFlight-uncrowded) + o.away
 }
+
+// await notes that a request waits for the lane's replica.
+func (l *lane) await(o *offer) { l.awaited += o.uncached }
 
 // lanes are the replicas' states at one event.
 type lanes struct {
@@ -223,9 +226,6 @@ func (s *lanes) add(l *lane, uncached float64) {
 	l.free -= uncached
 	s.follow(l, l.inFlight-1)
 }
-
-// await notes that a request waits for a replica, by the plan.
-func (s *lanes) await(l *lane, uncached float64) { l.awaited += uncached }
 
 // nothingAwaited is for a plan that is made anew.
 func (s *lanes) nothingAwaited() {

@@ -41,9 +41,9 @@ type Request struct {
 	offers  []offer   // by place in Replicas
 	matched time.Time // when both were looked up
 
-	asked uint64  // the prefix that it was counted for, see reuses
-	reuse float64 // as in [Candidate], when it was matched
-	lost  float64 // at a busy replica, see there
+	asked    uint64  // the prefix that it was counted for, see reuses
+	reuse    float64 // as in [Candidate], when it was matched
+	toOthers float64 // of that, at a busy replica
 
 	arrived time.Time
 	ready   chan struct{}

@@ -91,7 +91,9 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	r.least = s.leastUncached(r)
 	queued, rate := s.behind(r)
 	s.line.join(r, s.Rule.MatchWeight, queued, rate, now)
-	if s.lanes.await(r.offers[c.Index].lane, r.offers[c.Index].uncached); fits {
+	o := &r.offers[c.Index]
+	o.lane.await(o)
+	if fits {
 		s.plan()
 	}
 	s.held.Store(int64(s.line.len()))
@@ -179,8 +181,9 @@ func (s *Scheduler) plan() {
 			at, fits = s.cheapest(r)
 		}
 		if at >= 0 && !fits {
-			s.lanes.add(r.offers[at].lane, r.offers[at].uncached)
-			s.lanes.await(r.offers[at].lane, r.offers[at].uncached)
+			o := &r.offers[at]
+			s.lanes.add(o.lane, o.uncached)
+			o.lane.await(o)
 			continue
 		}
 		c, _ := s.choose(r)
