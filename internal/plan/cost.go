@@ -54,6 +54,9 @@ type Candidate struct {
 	// Reuse is how many requests of the last minutes asked for what replicas
 	// hold of the prompt, for each replica: those that the next minutes bring.
 	Reuse float64
+	// Shared tells that others send requests there, too: it may have more to do
+	// than is known.
+	Shared bool
 	// Evicts is what is lost by a token that is computed there and takes the
 	// place of one that is cached, as how many tokens that others compute in its
 	// place; see evictions.
@@ -76,7 +79,11 @@ type Candidate struct {
 // on the faster machines than they can do sooner.
 func (r Rule) Cost(c *Candidate) float64 {
 	busy := c.Queue + c.Uncached + r.perRequest(c.Uncached)*c.InFlight + c.pressure()
-	return busy/c.Pace + r.others()*(toOthers(c.Reuse, c.InFlight)+c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
+	inFlight := c.InFlight
+	if c.Shared {
+		inFlight = max(inFlight, busyFrom)
+	}
+	return busy/c.Pace + r.others()*(toOthers(c.Reuse, inFlight)+c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and

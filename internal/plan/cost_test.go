@@ -27,6 +27,7 @@ func reference(r Rule, cs []Candidate) int {
 		}
 		halve := 5.0 // at six in flight
 		switch {
+		case c.Shared:
 		case c.InFlight < 0.3:
 			halve *= 0.05
 		case c.InFlight < 6:
@@ -66,6 +67,7 @@ func anyCandidate(rng *rand.Rand) Candidate {
 		InFlight:   pick(0, 1, 2, 30),
 		Pace:       pick(1, 1, 1, 0.5, 2),
 		Reuse:      pick(0, 0, 0.2, 5, 100),
+		Shared:     rng.IntN(4) == 0,
 		Evicts:     pick(0, 0, 1, 8*rng.Float64()),
 		KVFree:     pick(1, 1, 0.96, 0.5, rng.Float64()),
 		Spare:      pick(1, 1, 0.995, 0.5, rng.Float64()),

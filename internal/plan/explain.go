@@ -89,7 +89,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		}
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
 			Queue: queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
-			Crowd: max(0, l.inFlight-s.lanes.uncrowded(r)), Pace: l.load.Pace, Reuse: r.reuse, Evicts: l.evicts, Away: offer.away,
+			Crowd: max(0, l.inFlight-s.lanes.uncrowded(r)), Pace: l.load.Pace, Reuse: r.reuse, Shared: l.load.Shared, Evicts: l.evicts, Away: offer.away,
 		})
 	}
 	return f

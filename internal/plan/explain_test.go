@@ -23,7 +23,7 @@ func TestCostsAddUp(t *testing.T) {
 		c := Candidate{
 			Queue: 1e5 * r.Float64(), Uncached: 1e4 * r.Float64(),
 			Free: 1e5 * r.Float64(), InFlight: float64(r.IntN(50)), Pace: 0.1 + 2*r.Float64(), Reuse: 10 * r.Float64(),
-			Evicts: 10 * r.Float64(), Away: 4000 * r.Float64(),
+			Shared: r.IntN(4) == 0, Evicts: 10 * r.Float64(), Away: 4000 * r.Float64(),
 		}
 		if r.IntN(3) == 0 {
 			c.Free = math.Inf(1)
@@ -32,7 +32,7 @@ func TestCostsAddUp(t *testing.T) {
 			t.Fatalf("%+v costs %v, its parts %v", c, want, got)
 		}
 		// How busy the replica is says what is lost by computing.
-		alone := Candidate{Uncached: c.Uncached, Free: math.Inf(1), Pace: c.Pace, Reuse: c.Reuse, Evicts: c.Evicts, InFlight: c.InFlight}
+		alone := Candidate{Uncached: c.Uncached, Free: math.Inf(1), Pace: c.Pace, Reuse: c.Reuse, Evicts: c.Evicts, InFlight: c.InFlight, Shared: c.Shared}
 		if got, want := rule.Costs(&c).Compute, (Rule{MatchWeight: rule.MatchWeight}).Cost(&alone); math.Abs(got-want) > 1e-6*(1+want) {
 			t.Fatalf("computing %v costs %v among other things, alone %v", c.Uncached, got, want)
 		}

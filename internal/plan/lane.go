@@ -53,7 +53,7 @@ func (l *lane) cost(rule *Rule, r *Request, i int, uncrowded float64) float64 {
 	uncached := o.uncached
 	busy := l.queue + l.lost + uncached + o.each*l.inFlight + max(0, uncached-l.free)
 	others := r.toOthers
-	if l.inFlight < busyFrom && r.reuse > 0 {
+	if l.inFlight < busyFrom && r.reuse > 0 && !l.load.Shared {
 		others = toOthers(r.reuse, l.inFlight)
 	}
 	return l.perUnit*busy + rule.others()*(others+l.evicts)*uncached + crowding*max(0, l.inFlight-uncrowded) + o.away
