@@ -116,10 +116,10 @@ func (s *Scheduler) mayGoTo(r *Request, i int) bool { return r.Caller.Open(i) &&
 // room for it now.
 func (s *Scheduler) choose(r *Request) (c Choice, fits bool) { return s.chooseCounting(r, 0) }
 
-// chooseBehind is choose for a request behind all that wait: what they will have
+// chooseBehind is choose for a request behind those that wait: what they will have
 // computed where they wait for counts as queued.
 func (s *Scheduler) chooseBehind(r *Request) (c Choice, fits bool) {
-	if s.line.len() == 0 {
+	if s.line.isFirst(r) {
 		return s.choose(r)
 	}
 	return s.chooseCounting(r, 1)

@@ -84,7 +84,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		l := s.lanes.at(r, at)
 		o.Matched, o.Hit, o.Uncached = int(offer.blocks), offer.hit(r), offer.uncached
 		queue := l.queue + l.lost
-		if s.line.len() > 0 {
+		if !s.line.isFirst(r) {
 			queue += l.awaited
 		}
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{

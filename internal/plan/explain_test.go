@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
@@ -140,6 +141,40 @@ func TestExplainCountsThoseThatWait(t *testing.T) {
 	}
 	if w.s.Waiting() == 0 || w.s.Waiting() == 24 {
 		t.Errorf("%d of 25 wait, want some", w.s.Waiting())
+	}
+}
+
+// They do not for one that goes before them.
+func TestFirstInLineCountsNobody(t *testing.T) {
+	w := newWorld(2)
+	held := make([]uint64, 40)
+	for i := range held {
+		held[i] = uint64(i + 1)
+	}
+	w.engines[0].replica.Holds(held)
+	for i := range w.engines {
+		c := w.caller(30_000, uint64(100+i))
+		w.s.Submit(&c.Request, w.now)
+	}
+	ask := func(n uint64, priority int) *caller {
+		chain := slices.Clone(held)
+		for i := range uint64(15) {
+			chain = append(chain, 1000*n+i)
+		}
+		c := w.caller(3520, chain...)
+		c.Priority = priority
+		return c
+	}
+	for n := range uint64(30) {
+		c := ask(n+1, 0)
+		if w.s.Submit(&c.Request, w.now) {
+			t.Fatal("a request was sent though both replicas have much to do")
+		}
+	}
+	behind := w.s.Explain(&ask(50, 0).Request, w.now)
+	first := w.s.Explain(&ask(51, -1).Request, w.now)
+	if first.Index != 0 || first.Cost > 40_000 || behind.Cost < 45_000 {
+		t.Errorf("before all others it goes to replica %d at a cost of %.0f, behind them for %.0f", first.Index, first.Cost, behind.Cost)
 	}
 }
 

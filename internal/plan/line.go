@@ -153,6 +153,16 @@ func (q *line) first(n int, to []*Request) []*Request {
 	return to
 }
 
+// isFirst tells whether a new request goes before all that wait, for its priority.
+func (q *line) isFirst(r *Request) bool {
+	for _, in := range [...][]*Request{q.overdue, q.ranked} {
+		if len(in) > 0 && in[0].Priority <= r.Priority {
+			return false
+		}
+	}
+	return true
+}
+
 // drained is how long it takes to serve all that wait, at so many tokens a second.
 func (q *line) drained(queued, rate float64) time.Duration {
 	return seconds((q.backlog + queued) / max(rate, 1))
