@@ -86,13 +86,14 @@ func (e *vllmFleet) documentSize() int {
 }
 
 // compareEviction predicts hits in pools too small for what is asked for, which evict all the time. Events tell what
-// went; belief has to guess.
+// went; belief has to guess, and where some replicas are spared and others take what is new it errs more at those: by
+// 5 to 22 % in eight runs, instead of 5 to 9.
 func (e *vllmFleet) compareEviction(t *testing.T, followed string) {
 	errs := make(map[string]float64)
 	for _, c := range []struct {
 		name, policy string
 		limit        float64
-	}{{"belief alone", "", 0.15}, {"with events", followed, 0.05}} {
+	}{{"belief alone", "", 0.3}, {"with events", followed, 0.05}} {
 		t.Run(c.name, func(t *testing.T) {
 			p := e.proxy(t, c.policy, "")
 			// 40 documents of 1,000 tokens do not fit into two pools of 12,800 each.
