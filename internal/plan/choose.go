@@ -29,9 +29,9 @@ func (s *Scheduler) match(r *Request) {
 
 // expect looks up how many others asked of late for what is held of the prompt.
 func (s *Scheduler) expect(r *Request) {
-	prefix := r.prefix()
-	others := s.reuses.before(prefix, s.lanes.now)
-	if prefix == r.asked { // as it did itself
+	r.held = r.prefix()
+	others := s.reuses.before(r.held, s.lanes.now)
+	if r.held == r.asked { // as it did itself
 		others = max(0, others-1)
 	}
 	r.reuse = others / float64(max(1, len(r.Replicas)))

@@ -64,8 +64,8 @@ type depth struct {
 
 func (e *evictions) at(block uint64) *note { return &e.notes[block%noteSlots] }
 
-// weight is how many times more than average what is in caches is lost for good by
-// evicting it. That is none where most that is computed is new.
+// weight is what hits deep in a cache weigh: nothing where most of what is computed
+// is new.
 func (e *evictions) weight() float64 {
 	return displacing * max(0, e.again-againFrom) / (1 - againFrom)
 }

@@ -41,7 +41,8 @@ type Request struct {
 	offers  []offer   // by place in Replicas
 	matched time.Time // when both were looked up
 
-	asked    uint64  // the prefix that it was counted for, see reuses
+	held     uint64  // the longest prefix that any replica holds, see reuses
+	asked    uint64  // that which it was counted for
 	reuse    float64 // as in [Candidate], when it was matched
 	toOthers float64 // of that, at a busy replica
 

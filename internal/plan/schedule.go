@@ -76,7 +76,7 @@ func (s *Scheduler) Submit(r *Request, now time.Time) (sent bool) {
 	s.lanes.next(now)
 	r.arrived, r.bound, r.ready, r.asked = now, false, nil, nothing // it may be used again
 	s.match(r)
-	r.asked = r.prefix()
+	r.asked = r.held
 	s.reuses.ask(r.asked, now)
 	c, fits := s.chooseBehind(r)
 	if c.Index < 0 || fits && s.unclaimed(r, c) {
