@@ -38,7 +38,8 @@ const (
 // that is cached must go. Where contexts are several times what the caches hold, all
 // replicas lose what they hold just before it is asked for again, and none has a hit;
 // it then is better that some keep what they have and the others take the rest.
-// That sets in by itself where new prompts go to those that have least to lose.
+// That sets in by itself where new prompts go to those that have least to lose. It
+// counts while requests wait: otherwise there is time to compute what is lost.
 type evictions struct {
 	notes *[noteSlots]note
 	// again is how much of what is computed anywhere was computed before and is

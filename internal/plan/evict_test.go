@@ -18,13 +18,18 @@ import (
 func cached(replicas, prompts int) *world {
 	w := newWorld(replicas)
 	w.s.Terms = BindOnArrival
+	w.scrapeCached(prompts)
+	return w
+}
+
+// scrapeCached is scrape with the size of the caches.
+func (w *world) scrapeCached(prompts int) {
 	for _, e := range w.engines {
 		w.fleet.Observe(e.replica, metrics.Scrape{Snapshot: &metrics.Snapshot{
-			At: w.now, Engine: metrics.VLLM, FirstTokens: metrics.Fact{Known: true},
+			At: w.now, Engine: metrics.VLLM, FirstTokens: metrics.Fact{Value: e.tokens, Known: true},
 			CapacityTokens: metrics.Fact{Value: float64(prompts) * 2048, Known: true},
 		}}, w.now)
 	}
-	return w
 }
 
 // prompt is the n-th, that of a session; it may go to these replicas only, if any
@@ -81,10 +86,12 @@ func TestEvictionsAreSpared(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		sessions int // that the other replica serves in turn; it holds eight
+		waiting  bool
 		want     int
 	}{
-		{"what the other computes was computed before", 40, 1},
-		{"what the other computes is new", 1_000_000, 0},
+		{"what the other computes was computed before", 40, true, 1},
+		{"what the other computes is new", 1_000_000, true, 0},
+		{"nobody waits", 40, false, 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			w := cached(2, 8)
@@ -92,12 +99,20 @@ func TestEvictionsAreSpared(t *testing.T) {
 				w.serve(2_000_000+i%4, 0)
 				w.serve(i%c.sessions, 1)
 			}
-			// The other has some more to do.
-			w.s.Submit(&w.prompt(3_000_000, 1).Request, w.now)
-			r := w.prompt(c.sessions/2, 0, 1)
-			w.s.Submit(&r.Request, w.now)
-			if r.choice.Index != c.want || r.choice.Matched != 0 {
-				t.Errorf("a prompt of which %d blocks are held goes to replica %d, want none and %d", r.choice.Matched, r.choice.Index, c.want)
+			// The other has more to do, and perhaps one that waits for it.
+			w.s.Terms = DefaultTerms
+			w.scrapeCached(8)
+			for n := range 3 {
+				if n < 2 || c.waiting {
+					w.s.Submit(&w.prompt(3_000_000+n, 1).Request, w.now)
+				}
+			}
+			if got := w.s.Waiting() > 0; got != c.waiting {
+				t.Fatalf("somebody waits: %v", got)
+			}
+			told := w.s.Explain(&w.prompt(c.sessions/2, 0, 1).Request, w.now)
+			if told.Index != c.want || told.Matched != 0 {
+				t.Errorf("a prompt of which %d blocks are held goes to replica %d, want none and %d", told.Matched, told.Index, c.want)
 			}
 		})
 	}

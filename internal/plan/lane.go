@@ -66,6 +66,7 @@ func (l *lane) await(o *offer) { l.awaited += o.uncached }
 type lanes struct {
 	terms  *Terms
 	evicts *evictions
+	line   *line
 	epoch  uint64
 	now    time.Time
 	bySlot []*lane // in the residency index
@@ -181,7 +182,10 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 		*l = lane{replica: p}
 	}
 	l.epoch = s.epoch
-	l.evicts = s.evicts.weight() * l.deep
+	l.evicts = 0
+	if s.line.len() > 0 { // or there is time to compute it again
+		l.evicts = s.evicts.weight() * l.deep
+	}
 	if changed := p.Read(&l.load, s.now); !changed && !l.planned {
 		return
 	}

@@ -64,7 +64,8 @@ type Scheduler struct {
 // NewScheduler returns a scheduler for the replicas of an index.
 func NewScheduler(index *residency.Index) *Scheduler {
 	s := &Scheduler{Rule: Default, Terms: DefaultTerms, index: index}
-	s.line.terms, s.lanes.terms, s.lanes.evicts = &s.Terms, &s.Terms, &s.evictions
+	s.line.terms = &s.Terms
+	s.lanes.terms, s.lanes.line, s.lanes.evicts = &s.Terms, &s.line, &s.evictions
 	return s
 }
 
