@@ -79,27 +79,36 @@ func (s *Scheduler) leastUncached(r *Request) float64 {
 // choose comes to, but at each event all that wait are asked, and it does not
 // ask their callers about each replica.
 func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
-	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	at = -1
 	least, second := math.Inf(1), math.Inf(1)
 	uncrowded := s.lanes.uncrowded(r)
-	for i := range r.offers {
-		l := s.lanes.at(r, i)
+	costs := slices.Grow(s.costs[:0], len(r.offers))[:len(r.offers)]
+	for i := range costs {
+		costs[i] = math.Inf(1)
+		o := &r.offers[i]
+		l := o.lane
+		if l.epoch != s.lanes.epoch {
+			s.lanes.read(l, r.Replicas[i])
+		}
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(&s.Rule, r, i, uncrowded)
-		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
+		cost := l.cost(&s.Rule, r, o, uncrowded)
+		costs[i] = cost
 		if cost < least {
 			at, least, second = i, cost, least
-		} else {
-			second = min(second, cost)
+		} else if cost < second {
+			second = cost
 		}
 	}
+	s.choices, s.costs = s.choices[:0], costs[:0]
 	open := at >= 0 && s.mayGoTo(r, at)
 	if tied := tiedWith(least); open && second <= tied {
-		for k, i := range s.choices {
-			open = open && (s.costs[k] > tied || s.mayGoTo(r, i))
+		for i, cost := range costs {
+			if cost <= tied {
+				s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
+				open = open && s.mayGoTo(r, i)
+			}
 		}
 		at = s.choices[s.settle(r, tied)]
 	}
@@ -163,7 +172,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness, awaited floa
 		if !t.allows(l, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		cost := l.cost(&s.Rule, r, i, uncrowded) + awaited*l.perUnit*l.awaited
+		cost := l.cost(&s.Rule, r, &r.offers[i], uncrowded) + awaited*l.perUnit*l.awaited
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

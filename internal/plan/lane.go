@@ -46,17 +46,27 @@ func (l *lane) judge(young bool) {
 // hasRoom tells whether the replica can be sent more.
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
-// cost is Rule.Cost of a request at the lane's replica, its i-th, where so many in
-// flight are no crowd.
-func (l *lane) cost(rule *Rule, r *Request, i int, uncrowded float64) float64 {
-	o := &r.offers[i]
+// cost is Rule.Cost of a request at the lane's replica, by what that offers, where so
+// many in flight are no crowd.
+func (l *lane) cost(rule *Rule, r *Request, o *offer, uncrowded float64) float64 {
 	uncached := o.uncached
-	busy := l.queue + l.lost + uncached + o.each*l.inFlight + max(0, uncached-l.free)
-	others := r.toOthers
-	if l.inFlight < busyFrom && r.reuse > 0 && !l.load.Shared {
-		others = toOthers(r.reuse, l.inFlight)
+	cost := l.queue + l.lost + uncached + o.each*l.inFlight
+	if pressure := uncached - l.free; pressure > 0 {
+		cost += pressure
 	}
-	return l.perUnit*busy + rule.others()*(others+l.evicts)*uncached + crowding*max(0, l.inFlight-uncrowded) + o.away
+	cost = l.perUnit*cost + rule.others()*(l.toOthers(r)+l.evicts)*uncached + o.away
+	if crowd := l.inFlight - uncrowded; crowd > 0 {
+		cost += crowding * crowd
+	}
+	return cost
+}
+
+// toOthers is what others lose by a token that the lane's replica computes of the request.
+func (l *lane) toOthers(r *Request) float64 {
+	if r.reuse == 0 || l.inFlight >= busyFrom || l.load.Shared {
+		return r.toOthers
+	}
+	return toOthers(r.reuse, l.inFlight)
 }
 
 // await notes that a request waits for the lane's replica.
