@@ -265,6 +265,7 @@ func (f *Fleet) Observe(p *Replica, s metrics.Scrape, now time.Time) {
 // lend works out the fleet's means and lends them to members that know no better.
 func (f *Fleet) lend(now time.Time) {
 	var rates, n, speeds, fast, bytes, tokens float64
+	all := prior()
 	members := *f.members.Load()
 	for _, m := range members {
 		m.replica.mu.RLock()
@@ -272,6 +273,7 @@ func (f *Fleet) lend(now time.Time) {
 			rates += m.replica.rate.perSecond(0, true)
 			n++
 		}
+		all.pool(&m.replica.rate)
 		if peak := m.replica.rate.speed.peak; peak > 0 {
 			speeds += peak
 			fast++
@@ -280,7 +282,7 @@ func (f *Fleet) lend(now time.Time) {
 		tokens += m.replica.text.tokens
 		m.replica.mu.RUnlock()
 	}
-	ratio, mean := float64(DefaultBytesPerToken), float64(DefaultPrefillRate)
+	ratio, mean := float64(DefaultBytesPerToken), all.tokens/all.seconds
 	if tokens > 0 {
 		ratio = bytes / tokens
 	}

@@ -71,7 +71,7 @@ func (l *ledger) add(r *Reservation, now time.Time, rate float64) {
 	}
 	l.drain(now, rate)
 	l.backlog += r.Uncached
-	r.expected = time.Duration(l.backlog / max(rate, 1) * float64(time.Second))
+	r.ahead = l.backlog
 	l.outstanding += r.Prompt
 	l.footing += r.Uncached
 	l.sent++
@@ -225,8 +225,8 @@ func (l *ledger) trim() {
 // are off. An engine that runs as many sequences as it can, or whose KV cache is
 // full, takes nobody in, however little there is to prefill; as the first in line
 // has waited, so will the last.
-func (l *ledger) lateBy(now time.Time) time.Duration {
-	from, ok := l.lateFrom()
+func (l *ledger) lateBy(now time.Time, rate float64) time.Duration {
+	from, ok := l.lateFrom(rate)
 	if !ok {
 		return 0
 	}
@@ -234,14 +234,15 @@ func (l *ledger) lateBy(now time.Time) time.Duration {
 }
 
 // lateFrom is when the first in line, of those that surely wait, begins to be
-// late; not ok if there is none.
-func (l *ledger) lateFrom() (from time.Time, ok bool) {
+// late at so many tokens a second; not ok if there is none.
+func (l *ledger) lateFrom(rate float64) (from time.Time, ok bool) {
 	i := l.from(l.surely)
 	if i == len(l.waiting) {
 		return time.Time{}, false
 	}
 	r := l.waiting[i]
-	return r.sentAt.Add(2*r.expected + lateMargin), true
+	expected := time.Duration(r.ahead / max(rate, 1) * float64(time.Second))
+	return r.sentAt.Add(2*expected + lateMargin), true
 }
 
 // unstarted is the number of our requests not known to be past their first token.

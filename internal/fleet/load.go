@@ -177,7 +177,7 @@ func (p *Replica) late(now time.Time) time.Duration {
 	if known := p.scrapes.Last.Add(knownFor); known.Before(now) {
 		now = known
 	}
-	return p.lateBy(now)
+	return p.lateBy(now, p.standing.Rate)
 }
 
 // knownFor is how long after a scrape requests that had no first token by then

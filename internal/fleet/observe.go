@@ -21,10 +21,13 @@ const (
 	// the engine must know nothing of for as long to show that what is before it
 	// hangs. A few may be clients that read slowly.
 	strandedLeast = 4
-	// lostAfter is how old a request must be for an engine that counts it neither
-	// as running nor as waiting not to know it: engines take requests in between
-	// two steps, and a step may take most of a second.
-	lostAfter = time.Second
+	// lostAfter is how old a request must be at least, and lostAfterTokens how many
+	// tokens the engine must have had time to compute since it was sent, for an
+	// engine that counts it neither as running nor as waiting not to know it:
+	// engines take requests in between two steps, and tell of them after the next.
+	// A step is up to 2,048 tokens by vLLM's default, or a second's worth.
+	lostAfter       = time.Second
+	lostAfterTokens = 2 * 2048
 )
 
 // Transition is a change worth one log line.
@@ -287,7 +290,8 @@ func (p *Replica) missing(s *metrics.Snapshot, at time.Time) int {
 	if !s.Running.Known || !s.Waiting.Known {
 		return 0
 	}
-	return max(0, p.inUse.takenIn(at.Add(-lostAfter))-int(s.Running.Value+s.Waiting.Value)-p.computing()/16)
+	after := max(lostAfter, time.Duration(lostAfterTokens/p.perSecond()*float64(time.Second)))
+	return max(0, p.inUse.takenIn(at.Add(-after))-int(s.Running.Value+s.Waiting.Value)-p.computing()/16)
 }
 
 // guardAgainstHang notes a replica whose counters stand still although it has

@@ -16,6 +16,10 @@ const (
 	// rateEnough is the number of computed tokens it takes for a measurement to
 	// stand on its own.
 	rateEnough = 10_000
+	// ratePrior is how many computed tokens [DefaultPrefillRate] counts for, beside
+	// what all replicas of a fleet have computed, as long as none has computed
+	// enough: so a fleet of slow machines is known for it after its first prompts.
+	ratePrior = 2000
 	// throughputWindow is the time over which throughput is measured, in
 	// seconds, and throughputRequests how many requests it takes: enough for
 	// the prompts that straddle its ends to weigh little.
@@ -191,6 +195,17 @@ func (r *rate) observe(w work) {
 		r.best = max(r.best, r.window/r.elapsed)
 	}
 	r.window, r.requests, r.elapsed = 0, 0, 0
+}
+
+// prior is the evidence of a fleet of which nothing is known.
+func prior() rate { return rate{tokens: ratePrior, seconds: ratePrior / float64(DefaultPrefillRate)} }
+
+// pool adds what another replica's counters tell to the evidence of the fleet.
+func (r *rate) pool(other *rate) {
+	if other.seconds > 0 {
+		r.tokens += other.tokens
+		r.seconds += other.seconds
+	}
 }
 
 // known tells whether the replica's own counters tell its rate.

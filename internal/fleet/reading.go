@@ -88,7 +88,7 @@ func (p *Replica) steadyUntil(now time.Time) time.Time {
 		sooner(p.warm.since.Add(warmWithin))
 	}
 	if p.standing.QueueKnown {
-		switch late, ok := p.lateFrom(); {
+		switch late, ok := p.lateFrom(p.standing.Rate); {
 		case !ok:
 		case late.Before(now):
 			return now // and gets later

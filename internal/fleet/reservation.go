@@ -26,13 +26,13 @@ type Reservation struct {
 	// Chain is the prompt's text blocks, nil if it has none. It must not be changed.
 	Chain []uint64
 
-	replica  *Replica
-	seq      uint64
-	sentAt   time.Time
-	expected time.Duration // from then to its first token
-	past     bool
-	place    int // in inUse, from 1
-	once     sync.Once
+	replica *Replica
+	seq     uint64
+	sentAt  time.Time
+	ahead   float64 // tokens to be computed until its first token, as of then
+	past    bool
+	place   int // in inUse, from 1
+	once    sync.Once
 
 	stay    residency.Stay
 	landing sync.Mutex  // held while blocks are put into the index

@@ -44,6 +44,8 @@ type Candidate struct {
 	// Crowd is how many of them are beyond the mean of the fleet, with some to
 	// spare.
 	Crowd float64
+	// Rate is how many tokens it prefills in a second.
+	Rate float64
 	// Away is how much of the prompt other senders may have left at another
 	// replica, its home, that is not known of here; in tokens. 0 where there are
 	// no others.
@@ -83,18 +85,18 @@ func (r Rule) Cost(c *Candidate) float64 {
 	if c.Shared {
 		inFlight = max(inFlight, busyFrom)
 	}
-	return busy/c.Pace + r.others()*(toOthers(c.Reuse, inFlight)+c.Evicts)*c.Uncached + crowding*c.Crowd + c.Away
+	return busy/c.Pace + r.others()*(toOthers(c.Reuse, inFlight)+c.Evicts)*c.Uncached + c.crowding() + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and
-// crowdSlack more than it, whatever its pace. Each beyond both costs crowding, in
-// tokens. That hardly matters for time. But a replica that no longer answers may
+// crowdSlack more than it, whatever its pace. Each beyond both costs as many tokens
+// as the replica computes in crowdSeconds. That hardly matters for time. But a replica that no longer answers may
 // be known only seconds later, and would by then have drawn all whose prompts it
 // holds.
 const (
-	crowdFactor = 1.5
-	crowdSlack  = 3
-	crowding    = 10_000
+	crowdFactor  = 1.5
+	crowdSlack   = 3
+	crowdSeconds = 1
 )
 
 // uncrowded is how many requests in flight a replica may have where so many is the mean.
@@ -123,6 +125,9 @@ func (r Rule) others() float64 { return r.MatchWeight - 1 }
 func (r Rule) perRequest(uncached float64) float64 {
 	return min(r.PerRequest, max(r.PerRequest/4, uncached))
 }
+
+// crowding is what the requests count for, in tokens, that are too many.
+func (c *Candidate) crowding() float64 { return crowdSeconds * c.Rate * c.Crowd }
 
 // pressure is how many tokens of KV cache must be freed for the request.
 func (c *Candidate) pressure() float64 { return max(0, c.Uncached-c.Free) }

@@ -30,7 +30,7 @@ func (c Costs) Total() float64 { return c.Queue + c.Compute + c.Requests + c.Pre
 func (r Rule) Costs(c *Candidate) Costs {
 	costs := Costs{
 		Queue:    c.Queue / c.Pace,
-		Requests: r.perRequest(c.Uncached)*c.InFlight/c.Pace + crowding*c.Crowd,
+		Requests: r.perRequest(c.Uncached)*c.InFlight/c.Pace + c.crowding(),
 		Pressure: c.pressure() / c.Pace,
 		Away:     c.Away,
 		Pace:     c.Pace,
@@ -89,7 +89,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		}
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
 			Queue: queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
-			Crowd: max(0, l.inFlight-s.lanes.uncrowded(r)), Pace: l.load.Pace, Reuse: r.reuse, Shared: l.load.Shared, Evicts: l.evicts, Away: offer.away,
+			Crowd: max(0, l.inFlight-s.lanes.uncrowded(r)), Rate: l.load.Rate, Pace: l.load.Pace, Reuse: r.reuse, Shared: l.load.Shared, Evicts: l.evicts, Away: offer.away,
 		})
 	}
 	return f

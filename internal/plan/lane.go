@@ -56,7 +56,7 @@ func (l *lane) cost(rule *Rule, r *Request, o *offer, uncrowded float64) float64
 	}
 	cost = l.perUnit*cost + rule.others()*(l.toOthers(r)+l.evicts)*uncached + o.away
 	if crowd := l.inFlight - uncrowded; crowd > 0 {
-		cost += crowding * crowd
+		cost += crowdSeconds * l.load.Rate * crowd
 	}
 	return cost
 }
@@ -192,10 +192,7 @@ func (s *lanes) read(l *lane, p *fleet.Replica) {
 		*l = lane{replica: p}
 	}
 	l.epoch = s.epoch
-	l.evicts = 0
-	if s.line.len() > 0 { // or there is time to compute it again
-		l.evicts = s.evicts.weight() * l.deep
-	}
+	l.evicts = s.evicts.of(&l.depth, s.line.len() > 0)
 	if changed := p.Read(&l.load, s.now); !changed && !l.planned {
 		return
 	}
