@@ -174,3 +174,40 @@ func TestPrefillTimesBeforeBelief(t *testing.T) {
 		t.Errorf("rate %v of 20,000 tokens in two seconds of prefill, want %v", rate, want)
 	}
 }
+
+// A fleet of slow machines is known for it after its first prompts, long before one
+// of them has computed enough to be known by itself. Short prompts tell less.
+func TestSlowFleetIsKnownSoon(t *testing.T) {
+	for _, tt := range []struct {
+		name            string
+		tokens, seconds float64 // of each of the first prompts
+		least, most     float64
+	}{
+		{"slow", 3000, 3, 1000, 1600},
+		{"as assumed", 3000, 0.3, 9_900, 10_100},
+		{"short ones, mostly overhead", 50, 0.02, 7000, 10_000},
+	} {
+		start := time.Unix(1_700_000_000, 0)
+		f := NewRegistry().New(Config{}, []string{"a", "b", "c"})
+		page := func(addr string, n float64, now time.Time) {
+			f.Observe(f.Replica(addr, now), metrics.Scrape{Snapshot: &metrics.Snapshot{
+				At: now, Engine: metrics.VLLM, FirstTokens: known(n),
+				PromptTokens: known(n * tt.tokens), CachedPromptTokens: known(0), PrefillSeconds: known(n * tt.seconds),
+			}}, now)
+		}
+		if got := f.Rate(); got != DefaultPrefillRate {
+			t.Errorf("%s: %v tokens a second while nothing is known", tt.name, got)
+		}
+		for n := range 2 {
+			page("a", float64(n), start.Add(time.Duration(n)*time.Second))
+			page("b", float64(n), start.Add(time.Duration(n)*time.Second))
+		}
+		if got := f.Rate(); got < tt.least || got > tt.most {
+			t.Errorf("%s: %.0f tokens a second after two prompts, want %v to %v", tt.name, got, tt.least, tt.most)
+		}
+		c := f.Replica("c", start).Load(start)
+		if c.RateKnown || c.Rate != f.Rate() {
+			t.Errorf("%s: %v tokens a second of one that has computed nothing (known: %v)", tt.name, c.Rate, c.RateKnown)
+		}
+	}
+}

@@ -462,6 +462,46 @@ func TestLostRequests(t *testing.T) {
 	}
 }
 
+// An engine tells of a request after the step that follows the one in which it came.
+// Where steps take long it is not lost until then.
+func TestNotLostInALongStep(t *testing.T) {
+	for _, tt := range []struct {
+		rate float64 // tokens a second
+		age  time.Duration
+		lost bool
+	}{
+		{50_000, 1100 * time.Millisecond, true},
+		{1000, 3 * time.Second, false},
+		{1000, 5 * time.Second, true},
+	} {
+		b := newBench(t, Config{})
+		b.replica.rate.tokens, b.replica.rate.seconds = 2*rateEnough, 2*rateEnough/tt.rate
+		b.replica.Reserve(&Reservation{Prompt: 500, Uncached: 500, Chain: []uint64{1}}, b.now)
+		b.pass(tt.age)
+		b.scrape(metrics.Snapshot{Running: known(0), Waiting: known(0)})
+		if got := b.load().Lost; got > 0 != tt.lost {
+			t.Errorf("%v after it was sent to an engine of %v tokens a second it counts for %v", tt.age, tt.rate, got)
+		}
+	}
+}
+
+// What is late is late by the rate of now, whatever was assumed when it was sent.
+func TestLateByTheRateOfNow(t *testing.T) {
+	b := newBench(t, Config{})
+	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
+	b.send(8000, 8000) // 0.8 s as assumed, 8 s in truth
+	b.pass(6 * time.Second)
+	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
+	if late := b.load().Late; late < 3*time.Second {
+		t.Errorf("late by %v, and it should have taken less than a second", late)
+	}
+	b.replica.rate.tokens, b.replica.rate.seconds = rateEnough, rateEnough/1000.
+	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
+	if late := b.load().Late; late != 0 {
+		t.Errorf("late by %v, and it takes eight seconds", late)
+	}
+}
+
 // Of a request whose first token the engine has counted it must know, however
 // young it is.
 func TestLostAfterFirstToken(t *testing.T) {

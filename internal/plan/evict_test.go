@@ -118,6 +118,25 @@ func TestEvictionsAreSpared(t *testing.T) {
 	}
 }
 
+// What is new goes where least was replaced of late, even where another replica holds
+// a little of it: or that one would take everything, while the others' caches idle.
+func TestCachesAreFilledEvenly(t *testing.T) {
+	w := cached(4, 8)
+	hits := 0.0
+	for i := range 400 {
+		c := w.prompt(i % 24) // three caches of them
+		copy(c.Chain[:2], w.prompt(1_000_000).Chain)
+		w.s.Submit(&c.Request, w.now)
+		if i >= 200 {
+			hits += c.choice.Hit / 2048 / 200
+		}
+		w.pass(time.Second)
+	}
+	if hits < 0.8 {
+		t.Errorf("%.2f of what is asked is found cached; caches hold all of it, and a third more", hits)
+	}
+}
+
 // A replica that takes another's place in the index has none of its past.
 func TestEvictionsOfAnother(t *testing.T) {
 	w := cached(2, 8)

@@ -138,6 +138,26 @@ func TestShortCaches(t *testing.T) {
 	}
 }
 
+// On a fleet that is mostly idle, documents are not crowded into the few caches that
+// hold the instruction they begin with: without minding what a prompt takes the place
+// of, the longest match finds a tenth more of them.
+func TestIdleFleetUsesAllCaches(t *testing.T) {
+	documents, _ := trace.KindNamed("documents")
+	traffic, err := Load(documents.Requests(1), nil, 16)
+	if err != nil {
+		t.Fatal(err)
+	}
+	engines := replicas(24)
+	for i := range engines {
+		engines[i].Blocks, engines[i].PrefillRate = 8000, 30_000
+	}
+	by := study(t, traffic, Setup{Engines: engines}, "kv_cache_aware", "match_or_balance")
+	ours, other := by["kv_cache_aware"], by["match_or_balance"]
+	if ours.Mean.HitRate < 0.7 || Compare(ours, other, meanTTFT) == Higher {
+		t.Errorf("hit rate %.3f, mean TTFT %.3f s; %.3f and %.3f by the longest match", ours.Mean.HitRate, ours.Mean.Mean, other.Mean.HitRate, other.Mean.Mean)
+	}
+}
+
 // later has sessions begin so much later.
 func later(by time.Duration, sessions iter.Seq[*trace.Session]) iter.Seq[*trace.Session] {
 	return func(yield func(*trace.Session) bool) {
