@@ -81,7 +81,7 @@ func (s *Scheduler) leastUncached(r *Request) float64 {
 func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 	at = -1
 	least, second := math.Inf(1), math.Inf(1)
-	uncrowded := s.lanes.uncrowded(r)
+	common := s.lanes.common(&s.Rule, r)
 	costs := slices.Grow(s.costs[:0], len(r.offers))[:len(r.offers)]
 	for i := range costs {
 		costs[i] = math.Inf(1)
@@ -93,7 +93,7 @@ func (s *Scheduler) cheapest(r *Request) (at int, fits bool) {
 		if !l.best || r.Serves != nil && !r.Serves[i] {
 			continue
 		}
-		cost := l.cost(&s.Rule, r, o, uncrowded)
+		cost := l.cost(r, o, common)
 		costs[i] = cost
 		if cost < least {
 			at, least, second = i, cost, least
@@ -163,7 +163,7 @@ func (s *Scheduler) chooseCounting(r *Request, awaited float64) (c Choice, fits 
 func (s *Scheduler) gather(r *Request, caller Caller, t strictness, awaited float64) (least float64) {
 	s.choices, s.costs = s.choices[:0], s.costs[:0]
 	least = math.Inf(1)
-	uncrowded := s.lanes.uncrowded(r)
+	common := s.lanes.common(&s.Rule, r)
 	for i := range r.offers {
 		if !caller.Open(i) {
 			continue
@@ -172,7 +172,7 @@ func (s *Scheduler) gather(r *Request, caller Caller, t strictness, awaited floa
 		if !t.allows(l, caller.Tried(i), r.Serves == nil || r.Serves[i]) {
 			continue
 		}
-		cost := l.cost(&s.Rule, r, &r.offers[i], uncrowded) + awaited*l.perUnit*l.awaited
+		cost := l.cost(r, &r.offers[i], common) + awaited*l.perUnit*l.awaited
 		s.choices, s.costs = append(s.choices, i), append(s.costs, cost)
 		least = min(least, cost)
 	}

@@ -16,7 +16,9 @@ type Rule struct {
 	// and displaces what others would hit. The others get that back where a
 	// prefix is asked for so often that they will hit it: of what is above 1,
 	// half is left when each replica may expect five requests for it, or as many
-	// fewer as the replica has less to do than six requests.
+	// fewer as the replica has less to do than six requests. And it counts more the
+	// more requests wait that it delays: five times where twelve wait for each
+	// replica, or more.
 	MatchWeight float64
 	// PerRequest is the most that one request in flight counts, in tokens. Those
 	// that decode slow every step, and every token computed there holds them up:
@@ -59,6 +61,8 @@ type Candidate struct {
 	// Shared tells that others send requests there, too: it may have more to do
 	// than is known.
 	Shared bool
+	// Waiting is how many requests wait at the router, for each replica.
+	Waiting float64
 	// Evicts is what is lost by a token that is computed there and takes the
 	// place of one that is cached, as how many tokens that others compute in its
 	// place; see evictions.
@@ -85,7 +89,7 @@ func (r Rule) Cost(c *Candidate) float64 {
 	if c.Shared {
 		inFlight = max(inFlight, busyFrom)
 	}
-	return busy/c.Pace + r.others()*(toOthers(c.Reuse, inFlight)+c.Evicts)*c.Uncached + c.crowding() + c.Away
+	return busy/c.Pace + r.others(c.Waiting)*(toOthers(c.Reuse, inFlight)+c.Evicts)*c.Uncached + c.crowding() + c.Away
 }
 
 // A replica may have crowdFactor times the mean of the requests in flight, and
@@ -119,8 +123,20 @@ func toOthers(reuse, inFlight float64) float64 {
 	return halve / (halve + reuse)
 }
 
-// others is what a token that others compute counts against one of queue.
-func (r Rule) others() float64 { return r.MatchWeight - 1 }
+// What others lose by a token counts waitingCounts more for each request that waits
+// for a replica, up to waitingMost of them: all are served so much later. By the
+// default match weight it is four that lose as long as nobody waits, so that one more
+// counts about a fourth.
+const (
+	waitingCounts = 0.3
+	waitingMost   = 12
+)
+
+// others is what a token that others compute counts against one of queue, while so
+// many requests wait for each replica.
+func (r Rule) others(waiting float64) float64 {
+	return (r.MatchWeight - 1) * (1 + waitingCounts*min(waiting, waitingMost))
+}
 
 func (r Rule) perRequest(uncached float64) float64 {
 	return min(r.PerRequest, max(r.PerRequest/4, uncached))

@@ -27,7 +27,7 @@ const (
 	// Evictions count where more than so much of what is computed was computed
 	// before. Below it caches are large enough for most of what is asked again, and
 	// new prompts do best wherever there is time for them.
-	againFrom = 0.6
+	againFrom = 0.3
 	// spreading is what a token weighs that is computed at a replica in whose cache
 	// as much was replaced of late as in the fleet's on average, if all that is
 	// computed was computed before: with the default match weight, as much as the

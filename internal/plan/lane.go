@@ -46,16 +46,16 @@ func (l *lane) judge(young bool) {
 // hasRoom tells whether the replica can be sent more.
 func (l *lane) hasRoom() bool { return l.queue <= l.roomy }
 
-// cost is Rule.Cost of a request at the lane's replica, by what that offers, where so
-// many in flight are no crowd.
-func (l *lane) cost(rule *Rule, r *Request, o *offer, uncrowded float64) float64 {
+// cost is Rule.Cost of a request at the lane's replica, by what that offers, at an
+// event.
+func (l *lane) cost(r *Request, o *offer, at common) float64 {
 	uncached := o.uncached
 	cost := l.queue + l.lost + uncached + o.each*l.inFlight
 	if pressure := uncached - l.free; pressure > 0 {
 		cost += pressure
 	}
-	cost = l.perUnit*cost + rule.others()*(l.toOthers(r)+l.evicts)*uncached + o.away
-	if crowd := l.inFlight - uncrowded; crowd > 0 {
+	cost = l.perUnit*cost + at.others*(l.toOthers(r)+l.evicts)*uncached + o.away
+	if crowd := l.inFlight - at.uncrowded; crowd > 0 {
 		cost += crowdSeconds * l.load.Rate * crowd
 	}
 	return cost
@@ -67,6 +67,12 @@ func (l *lane) toOthers(r *Request) float64 {
 		return r.toOthers
 	}
 	return toOthers(r.reuse, l.inFlight)
+}
+
+// common is what costs at an event have in common at all replicas.
+type common struct {
+	uncrowded float64 // so many requests in flight are no crowd
+	others    float64 // see Rule.others
 }
 
 // await notes that a request waits for the lane's replica.
@@ -171,12 +177,16 @@ func (s *lanes) setYoung(young bool, r *Request) {
 	}
 }
 
-// uncrowded is how many requests a replica may have in flight, by their mean at those
-// that nothing speaks against.
-func (s *lanes) uncrowded(r *Request) float64 {
+// common is what costs have in common for a request, by how many requests those
+// replicas have in flight, and how many wait, that nothing speaks against.
+func (s *lanes) common(rule *Rule, r *Request) common {
 	s.survey(r)
-	return uncrowded(s.inFlight / max(s.members, 1))
+	members := max(s.members, 1)
+	return common{uncrowded(s.inFlight / members), rule.others(s.waiting(members))}
 }
+
+// waiting is how many requests wait for each of so many replicas.
+func (s *lanes) waiting(members float64) float64 { return float64(s.line.len()) / members }
 
 // follow keeps the mean right when a lane had so many in flight before.
 func (s *lanes) follow(l *lane, before float64) {
