@@ -257,6 +257,14 @@ func (l *ledger) uncachedOfLast(m int) float64 {
 	return sum
 }
 
+// uncachedOfFirst is what the engine computes of the first in line, 0 if there is none.
+func (l *ledger) uncachedOfFirst() float64 {
+	if l.unstarted() == 0 {
+		return 0
+	}
+	return l.waiting[l.head].Uncached
+}
+
 // bound corrects the backlog by the knowledge that at most so many of our
 // requests have no first token, and that of at least so many nothing was
 // computed. lag is how many tokens the engine may have worked off since that was

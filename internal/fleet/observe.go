@@ -315,7 +315,9 @@ func (p *Replica) guardAgainstHang(now time.Time, counters, stranded bool) {
 	if p.idleSince.After(since) {
 		since = p.idleSince
 	}
-	patience := hangAfter + time.Duration(2*p.backlog/p.perSecond()*float64(time.Second))
+	// Until the first in line has its first token no counter may move.
+	ahead := max(p.backlog, p.uncachedOfFirst())
+	patience := hangAfter + time.Duration(2*ahead/p.perSecond()*float64(time.Second))
 	hung := now.Sub(since) > patience
 	if p.hung && !hung {
 		p.warm.start(now)
@@ -351,6 +353,7 @@ func counted(prev, next *metrics.Snapshot) bool {
 		{prev.FirstTokens, next.FirstTokens},
 		{prev.Finished, next.Finished},
 		{prev.PrefixQueries, next.PrefixQueries},
+		{prev.KVUsage, next.KVUsage}, // which alone moves within a long prompt
 	} {
 		if pair[0].Known != pair[1].Known || pair[0].Value != pair[1].Value {
 			return true

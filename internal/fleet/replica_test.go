@@ -517,6 +517,33 @@ func TestLostAfterFirstToken(t *testing.T) {
 	}
 }
 
+// An engine that computes one long prompt, and nothing else, moves no counter until it
+// is done; but vLLM's share of used KV cache grows.
+func TestLongPromptIsNoHang(t *testing.T) {
+	for _, tt := range []struct {
+		name  string
+		usage float64 // by which its usage grows in a second
+		after int     // seconds without a counter
+		want  Avoid
+	}{
+		{"as long as it takes, and half as long again", 0, 35, Eligible},
+		{"for far too long", 0, 60, Hung},
+		{"three times as long, and its cache fills", 0.001, 60, Eligible},
+	} {
+		b := newBench(t, Config{})
+		page := func(usage float64) {
+			b.scrape(metrics.Snapshot{GenerationTokens: known(7), FirstTokens: known(7), KVUsage: known(usage)})
+		}
+		page(0)
+		b.send(200_000, 200_000) // twenty seconds
+		for i := range tt.after {
+			b.pass(time.Second)
+			page(tt.usage * float64(i))
+		}
+		b.wantAvoid(tt.want, tt.name)
+	}
+}
+
 // An engine that has no counter which work moves can't be caught.
 func TestHangGuardNeedsCounters(t *testing.T) {
 	b := newBench(t, Config{})
