@@ -294,6 +294,7 @@ func (f *Fleet) lend(now time.Time) {
 	for _, m := range members {
 		m.replica.mu.Lock()
 		m.replica.assumed.rate, m.replica.assumed.bytesPerToken = mean, ratio
+		m.replica.assumed.measured = all.seconds > prior().seconds
 		m.replica.assumed.speed = speeds / max(1, fast)
 		m.replica.settle(now)
 		m.replica.mu.Unlock()

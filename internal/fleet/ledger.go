@@ -245,6 +245,20 @@ func (l *ledger) lateFrom(rate float64) (from time.Time, ok bool) {
 	return r.sentAt.Add(2*expected + lateMargin), true
 }
 
+// slowest is the rate at which the first in line, of those that surely wait, had its
+// first token right then; 0 if it has not waited for longer than a margin.
+func (l *ledger) slowest(then time.Time) float64 {
+	i := l.from(l.surely)
+	if i == len(l.waiting) {
+		return 0
+	}
+	waited := then.Sub(l.waiting[i].sentAt)
+	if waited < lateMargin {
+		return 0
+	}
+	return l.waiting[i].ahead / waited.Seconds()
+}
+
 // unstarted is the number of our requests not known to be past their first token.
 func (l *ledger) unstarted() int { return len(l.waiting) - l.head }
 

@@ -28,6 +28,8 @@ const (
 	// A step is up to 2,048 tokens by vLLM's default, or a second's worth.
 	lostAfter       = time.Second
 	lostAfterTokens = 2 * 2048
+	// lostUnlearned is lostAfter while nothing is known of how fast the fleet is.
+	lostUnlearned = 5 * time.Second
 )
 
 // Transition is a change worth one log line.
@@ -121,6 +123,7 @@ func (p *Replica) learn(prev, next *metrics.Snapshot, lag time.Duration, now tim
 	p.countOthers(next, now)
 	p.gauges(next, worked, now)
 	p.warm.answered(p.past - past)
+	p.atMost = p.slowest(now.Add(-lag))
 	if prev != nil {
 		p.learnRate(prev, next, now)
 		p.learnText(prev, next, now)
@@ -291,6 +294,9 @@ func (p *Replica) missing(s *metrics.Snapshot, at time.Time) int {
 		return 0
 	}
 	after := max(lostAfter, time.Duration(lostAfterTokens/p.perSecond()*float64(time.Second)))
+	if p.unlearned() {
+		after = max(after, lostUnlearned)
+	}
 	return max(0, p.inUse.takenIn(at.Add(-after))-int(s.Running.Value+s.Waiting.Value)-p.computing()/16)
 }
 
@@ -317,7 +323,7 @@ func (p *Replica) guardAgainstHang(now time.Time, counters, stranded bool) {
 	}
 	// Until the first in line has its first token no counter may move.
 	ahead := max(p.backlog, p.uncachedOfFirst())
-	patience := hangAfter + time.Duration(2*ahead/p.perSecond()*float64(time.Second))
+	patience := hangAfter + time.Duration(2*ahead/p.unhurried()*float64(time.Second))
 	hung := now.Sub(since) > patience
 	if p.hung && !hung {
 		p.warm.start(now)

@@ -8,6 +8,10 @@ import "time"
 // prompt tokens a second, until its own counters have told better.
 const DefaultPrefillRate = 10_000
 
+// slowestAssumed is how slow a fleet is taken to be at most, of which nothing is known
+// but how long those wait that were sent there.
+const slowestAssumed = DefaultPrefillRate / 20
+
 const (
 	// rateMemory is the number of computed tokens after which a measurement
 	// counts half: some tens of long prompts, so that the mismatch of tokens
@@ -210,6 +214,9 @@ func (r *rate) pool(other *rate) {
 
 // known tells whether the replica's own counters tell its rate.
 func (r *rate) known() bool { return r.seconds > 0 && r.tokens >= rateEnough }
+
+// unseen tells whether nothing at all was seen of the rate.
+func (r *rate) unseen() bool { return r.seconds == 0 && r.best == 0 && r.shown.most == 0 }
 
 // perSecond is the learned rate, or what is assumed while nothing was learned,
 // and never less than what the replica was seen to do.

@@ -55,6 +55,7 @@ type Replica struct {
 	gauged      float64 // our prompt tokens in flight when the engine told its KV usage
 
 	capacity     int     // blocks told to the residency index
+	atMost       float64 // tokens a second, by how long the first in line has waited; 0 if it has not
 	assumed      assumed // what the fleet reckons with while nothing better is known
 	meanUncached float64 // of the requests sent here, moving average
 
@@ -78,6 +79,7 @@ type Replica struct {
 // assumed is what a fleet lends a replica whose own measurements are missing.
 type assumed struct {
 	rate          float64 // uncached prompt tokens a second
+	measured      bool    // something was measured of it, at any member
 	speed         float64 // the same at the best of times; 0 while unknown
 	bytesPerToken float64
 	capacity      float64       // KV cache in tokens
@@ -176,8 +178,22 @@ func (p *Replica) cleared() {
 }
 
 // perSecond is the learned prefill rate, or the mean of the others while this
-// replica's own is not known.
-func (p *Replica) perSecond() float64 { return p.rate.perSecond(p.assumed.rate, p.latest != nil) }
+// replica's own is not known. While nobody's is, it is not taken to be faster than
+// the first in line shows.
+func (p *Replica) perSecond() float64 {
+	rate := p.unhurried()
+	if p.atMost > 0 && p.unlearned() {
+		rate = min(rate, max(p.atMost, slowestAssumed))
+	}
+	return rate
+}
+
+// unhurried is perSecond, whoever waits.
+func (p *Replica) unhurried() float64 { return p.rate.perSecond(p.assumed.rate, p.latest != nil) }
+
+// unlearned tells whether nothing was seen of how fast this replica is, nor measured
+// of the fleet.
+func (p *Replica) unlearned() bool { return !p.assumed.measured && p.rate.unseen() }
 
 // sameKind is the ratio of speeds within which machines count as equal.
 const sameKind = 1.2

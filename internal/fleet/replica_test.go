@@ -31,6 +31,12 @@ func newBench(t *testing.T, cfg Config) *bench {
 	return &bench{t, f, f.Replica("a", now), now}
 }
 
+// measured has the replica's rate be known a little, at what is assumed anyway.
+func (b *bench) measured() *bench {
+	b.replica.rate.tokens, b.replica.rate.seconds = 1000, 1000/float64(DefaultPrefillRate)
+	return b
+}
+
 func (b *bench) pass(d time.Duration) { b.now = b.now.Add(d) }
 
 // scrape takes in a page; what it does not set is unknown.
@@ -97,7 +103,7 @@ func TestClampAllowsForTheScrapesDuration(t *testing.T) {
 // What has no first token is late as far as the last scrape tells, and a second
 // longer: later it may have got one.
 func TestLateAsFarAsIsKnown(t *testing.T) {
-	b := newBench(t, Config{Interval: 10 * time.Second})
+	b := newBench(t, Config{Interval: 10 * time.Second}).measured()
 	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
 	b.send(1000, 1000) // expected within 0.1 s
 	b.pass(5 * time.Second)
@@ -210,7 +216,7 @@ func TestGaugesOfRanks(t *testing.T) {
 // Of an engine that tells only what runs and waits, somebody who surely waits is
 // late at some time; the last that runs, and may decode for long, is not.
 func TestLateByGauges(t *testing.T) {
-	b := newBench(t, Config{Interval: 10 * time.Second})
+	b := newBench(t, Config{Interval: 10 * time.Second}).measured()
 	b.send(1000, 1000)
 	b.send(1000, 1000)
 	b.pass(5 * time.Second)
@@ -431,7 +437,7 @@ func TestLostRequests(t *testing.T) {
 		{"other senders", 2, 2 * time.Second, 10, 0, 0},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			b := newBench(t, Config{})
+			b := newBench(t, Config{}).measured()
 			var open []*Reservation
 			for range tt.inFlight {
 				r := &Reservation{Prompt: prompt, Chain: []uint64{1}}
@@ -462,20 +468,55 @@ func TestLostRequests(t *testing.T) {
 	}
 }
 
+// While nothing is known of a fleet's rate, those that wait for their first tokens tell
+// that it is slow, and nobody is late. That ends where none can be so slow, and does not
+// hide a replica that hangs.
+func TestSlowFromTheFirstPrompt(t *testing.T) {
+	b := newBench(t, Config{})
+	still := metrics.Snapshot{FirstTokens: known(0), GenerationTokens: known(0)}
+	b.scrape(still)
+	b.send(4000, 4000)
+	if rate := b.load().Rate; rate != DefaultPrefillRate {
+		t.Errorf("rate %v of which nothing is known", rate)
+	}
+	b.pass(4 * time.Second)
+	b.scrape(still)
+	if l := b.load(); l.Rate != 1000 || l.Late != 0 || l.RateKnown {
+		t.Errorf("rate %v (known: %v) after four seconds without a first token of 4,000, and %v late; want 1,000 and none", l.Rate, l.RateKnown, l.Late)
+	}
+	for range 9 {
+		b.pass(2 * time.Second)
+		b.scrape(still)
+	}
+	l := b.load()
+	if l.Rate != slowestAssumed || l.Late < 2*time.Second {
+		t.Errorf("rate %v and %v late after 22 seconds", l.Rate, l.Late)
+	}
+	b.wantAvoid(Hung, "after 22 seconds")
+	b.measured().scrape(still)
+	if rate := b.load().Rate; rate < 0.99*DefaultPrefillRate {
+		t.Errorf("rate %v where something is known", rate)
+	}
+}
+
 // An engine tells of a request after the step that follows the one in which it came.
 // Where steps take long it is not lost until then.
 func TestNotLostInALongStep(t *testing.T) {
 	for _, tt := range []struct {
-		rate float64 // tokens a second
+		rate float64 // tokens a second, 0 while nothing is known of it
 		age  time.Duration
 		lost bool
 	}{
 		{50_000, 1100 * time.Millisecond, true},
 		{1000, 3 * time.Second, false},
 		{1000, 5 * time.Second, true},
+		{0, 4 * time.Second, false},
+		{0, 6 * time.Second, true},
 	} {
 		b := newBench(t, Config{})
-		b.replica.rate.tokens, b.replica.rate.seconds = 2*rateEnough, 2*rateEnough/tt.rate
+		if tt.rate > 0 {
+			b.replica.rate.tokens, b.replica.rate.seconds = 2*rateEnough, 2*rateEnough/tt.rate
+		}
 		b.replica.Reserve(&Reservation{Prompt: 500, Uncached: 500, Chain: []uint64{1}}, b.now)
 		b.pass(tt.age)
 		b.scrape(metrics.Snapshot{Running: known(0), Waiting: known(0)})
@@ -487,7 +528,7 @@ func TestNotLostInALongStep(t *testing.T) {
 
 // What is late is late by the rate of now, whatever was assumed when it was sent.
 func TestLateByTheRateOfNow(t *testing.T) {
-	b := newBench(t, Config{})
+	b := newBench(t, Config{}).measured()
 	b.scrape(metrics.Snapshot{FirstTokens: known(0)})
 	b.send(8000, 8000) // 0.8 s as assumed, 8 s in truth
 	b.pass(6 * time.Second)
