@@ -102,9 +102,7 @@ func newDemo() *cobra.Command {
 	for _, simulated := range []string{"replicas", "blocks", "block-tokens", "prefill-rate", "speed"} {
 		cmd.MarkFlagsMutuallyExclusive("upstream", simulated)
 	}
-	for _, madeUp := range []string{"workload", "ramp"} {
-		cmd.MarkFlagsMutuallyExclusive("trace", madeUp)
-	}
+	cmd.MarkFlagsMutuallyExclusive("trace", "workload")
 	f.complete(cmd)
 	cmd.RunE = caddycmd.WrapCommandFuncForCobra(func(caddycmd.Flags) (int, error) {
 		return f.run(cmd)
@@ -150,7 +148,7 @@ func (f *demoFlags) run(cmd *cobra.Command) (int, error) {
 	ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	context.AfterFunc(ctx, stop) // a second Ctrl-C does not wait
-	err := checkChatFlags(cmd.Flags(), f.Workload, f.Trace)
+	err := checkChatFlags(cmd.Flags(), f.Workload, f.Trace, "ramp")
 	if err == nil {
 		err = f.play(ctx, cmd.OutOrStdout(), cmd.ErrOrStderr())
 	}

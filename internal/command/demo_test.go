@@ -212,6 +212,7 @@ func TestFaultyCommandLines(t *testing.T) {
 		{[]string{"--chats", "-1"}, `"-1" is no number from 1 on`},
 		{[]string{"--ramp", "-1s"}, `"-1s" is no duration above 0`},
 		{[]string{"--trace", "no-such-trace", "--turns", "3"}, "--turns says what the workload chats is like, but no-such-trace"},
+		{[]string{"--workload", "tools", "--ramp", "1s"}, "--ramp says what the workload chats is like, but tools"},
 		{[]string{"--workload", "tools", "--one-offs", "3"}, "--one-offs says what the workload chats is like, but tools"},
 		{[]string{"--no-such-flag"}, "unknown flag"},
 		{[]string{"surplus"}, "unknown command"},

@@ -5,6 +5,7 @@ package command
 import (
 	"cmp"
 	"fmt"
+	"slices"
 	"strconv"
 	"time"
 
@@ -43,12 +44,13 @@ func addChatFlags(flags *pflag.FlagSet, w *trace.Workload, defaults trace.Worklo
 	flags.Var((*count)(&w.OneOffTokens), "one-off-tokens", "tokens of one of these, on average")
 }
 
-// checkChatFlags refuses them beside other traffic, which they say nothing of.
-func checkChatFlags(flags *pflag.FlagSet, workload, trace string) error {
+// checkChatFlags refuses them, and more that are of chats alone, beside other
+// traffic, which they say nothing of.
+func checkChatFlags(flags *pflag.FlagSet, workload, trace string, more ...string) error {
 	if trace == "" && workload == demo.DefaultWorkload {
 		return nil
 	}
-	for _, name := range chatFlags {
+	for _, name := range slices.Concat(chatFlags, more) {
 		if flags.Changed(name) {
 			return fmt.Errorf("--%s says what the workload %s is like, but %s is to be played", name, demo.DefaultWorkload, cmp.Or(trace, workload))
 		}
