@@ -282,7 +282,7 @@ func (f *Fleet) lend(now time.Time) {
 		tokens += m.replica.text.tokens
 		m.replica.mu.RUnlock()
 	}
-	ratio, mean := float64(DefaultBytesPerToken), all.tokens/all.seconds
+	ratio, mean := float64(DefaultBytesPerToken), all.pooled()
 	if tokens > 0 {
 		ratio = bytes / tokens
 	}

@@ -63,9 +63,10 @@ type rate struct {
 // where many prompts share steps, of which each one's prefill time holds all, and
 // stands in where the engine does not tell prefill times.
 type shown struct {
-	recent [shownScrapes]stretch
-	n      int     // scrapes so far
-	most   float64 // tokens a second, fading
+	recent   [shownScrapes]stretch
+	n        int     // scrapes so far
+	most     float64 // tokens a second, fading
+	glimpsed float64 // the same of however few tokens
 }
 
 // stretch is what was computed between two scrapes: all of it since a time at
@@ -93,13 +94,19 @@ func (s *shown) observe(last stretch, now time.Time) {
 	if last.tokens == 0 {
 		return
 	}
-	s.most *= shownFades
+	s.most, s.glimpsed = s.most*shownFades, s.glimpsed*shownFades
 	sum, begun := 0.0, 0.0
 	for i := s.n - 1; i >= max(0, s.n-shownScrapes); i-- {
 		x := s.recent[i%shownScrapes]
 		sum, begun = sum+x.tokens, begun+x.begun
-		if took := now.Sub(x.since).Seconds(); took > 0 && min(sum, begun) >= shownLeast {
-			s.most = max(s.most, min(sum, begun)/took)
+		took := now.Sub(x.since).Seconds()
+		if took <= 0 {
+			continue
+		}
+		did := min(sum, begun)
+		s.glimpsed = max(s.glimpsed, did/took)
+		if did >= shownLeast {
+			s.most = max(s.most, did/took)
 		}
 	}
 }
@@ -209,8 +216,14 @@ func (r *rate) pool(other *rate) {
 	if other.seconds > 0 {
 		r.tokens += other.tokens
 		r.seconds += other.seconds
+		r.shown.glimpsed = max(r.shown.glimpsed, other.shown.glimpsed)
 	}
 }
+
+// pooled is the rate of a fleet of which no replica has told enough. Where its first
+// prompts came at once they shared steps, of which the prefill time of each holds
+// all: so it is no less than what the fastest was seen to do.
+func (r *rate) pooled() float64 { return max(r.tokens/r.seconds, rateLean*r.shown.glimpsed) }
 
 // known tells whether the replica's own counters tell its rate.
 func (r *rate) known() bool { return r.seconds > 0 && r.tokens >= rateEnough }

@@ -175,6 +175,29 @@ func TestPrefillTimesBeforeBelief(t *testing.T) {
 	}
 }
 
+// Of a fleet of which no replica has told enough the prefill times of all tell, and
+// what was seen to be computed, where they do.
+func TestPooledRate(t *testing.T) {
+	for _, tt := range []struct {
+		name                  string
+		tokens, seconds, seen float64 // of each of three replicas
+		least, most           float64
+	}{
+		{"nothing", 0, 0, 0, 10_000, 10_000},
+		{"slow, one after another", 3000, 3, 900, 1100, 1300},
+		{"fast, sharing steps", 3000, 3, 9000, 9900, 9900},
+		{"no prefill times, which may be a fleet of two kinds", 0, 0, 20_000, 10_000, 10_000},
+	} {
+		all := prior()
+		for range 3 {
+			all.pool(&rate{tokens: tt.tokens, seconds: tt.seconds, shown: shown{glimpsed: tt.seen}})
+		}
+		if got := all.pooled(); got < tt.least || got > tt.most+1e-6 {
+			t.Errorf("%s: %.0f tokens a second, want %v to %v", tt.name, got, tt.least, tt.most)
+		}
+	}
+}
+
 // A fleet of slow machines is known for it after its first prompts, long before one
 // of them has computed enough to be known by itself. Short prompts tell less.
 func TestSlowFleetIsKnownSoon(t *testing.T) {
