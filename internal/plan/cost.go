@@ -46,7 +46,8 @@ type Candidate struct {
 	// Crowd is how many of them are beyond the mean of the fleet, with some to
 	// spare.
 	Crowd float64
-	// Rate is how many tokens it prefills in a second.
+	// Rate is how many tokens it prefills in a second, and [fleet.DefaultPrefillRate]
+	// at least where its queue can't be known.
 	Rate float64
 	// Away is how much of the prompt other senders may have left at another
 	// replica, its home, that is not known of here; in tokens. 0 where there are

@@ -43,3 +43,27 @@ func TestSilentReplicaDrawsItsShare(t *testing.T) {
 		})
 	}
 }
+
+// Requests that are too many cost what the replica computes in a second. Where its queue
+// can't be known its rate is what was seen at least, and the crowd may be all there is to see.
+func TestCrowdRate(t *testing.T) {
+	for _, tt := range []struct {
+		known      bool
+		rate, want float64
+	}{
+		{true, 1000, 1000},
+		{true, 30_000, 30_000},
+		{false, 1000, fleet.DefaultPrefillRate},
+		{false, 30_000, 30_000},
+	} {
+		var l lane
+		l.load.QueueKnown, l.load.Rate = tt.known, tt.rate
+		if got := l.crowdRate(); got != tt.want {
+			t.Errorf("queue known: %v, %v tokens a second: a crowd costs %v, want %v", tt.known, tt.rate, got, tt.want)
+		}
+		l.inFlight = 12
+		if got, want := l.cost(&Request{}, &offer{}, common{uncrowded: 10}), 2*tt.want; got != want {
+			t.Errorf("queue known: %v, %v tokens a second: two too many cost %v, want %v", tt.known, tt.rate, got, want)
+		}
+	}
+}

@@ -90,7 +90,7 @@ func (s *Scheduler) Explain(r *Request, now time.Time) Forecast {
 		}
 		o.Load, o.Costs = l.load.Load, s.Rule.Costs(&Candidate{
 			Queue: queue, Uncached: offer.uncached, Free: l.free, InFlight: l.inFlight,
-			Crowd: max(0, l.inFlight-common.uncrowded), Rate: l.load.Rate, Pace: l.load.Pace, Reuse: r.reuse, Shared: l.load.Shared, Evicts: l.evicts, Waiting: s.lanes.waiting(max(s.lanes.members, 1)), Away: offer.away,
+			Crowd: max(0, l.inFlight-common.uncrowded), Rate: l.crowdRate(), Pace: l.load.Pace, Reuse: r.reuse, Shared: l.load.Shared, Evicts: l.evicts, Waiting: s.lanes.waiting(max(s.lanes.members, 1)), Away: offer.away,
 		})
 	}
 	return f

@@ -56,9 +56,19 @@ func (l *lane) cost(r *Request, o *offer, at common) float64 {
 	}
 	cost = l.perUnit*cost + at.others*(l.toOthers(r)+l.evicts)*uncached + o.away
 	if crowd := l.inFlight - at.uncrowded; crowd > 0 {
-		cost += crowdSeconds * l.load.Rate * crowd
+		cost += crowdSeconds * l.crowdRate() * crowd
 	}
 	return cost
+}
+
+// crowdRate is the rate by which a crowd costs. Where the queue can't be known, what is
+// in flight is all that tells it, and the rate is a bound from below: no less is assumed
+// there than of a replica that tells nothing.
+func (l *lane) crowdRate() float64 {
+	if l.load.QueueKnown {
+		return l.load.Rate
+	}
+	return max(l.load.Rate, fleet.DefaultPrefillRate)
 }
 
 // toOthers is what others lose by a token that the lane's replica computes of the request.
