@@ -291,10 +291,11 @@ func (f *Fleet) lend(now time.Time) {
 	}
 	f.ratio.Store(math.Float64bits(ratio))
 	f.rate.Store(math.Float64bits(mean))
+	measured := all.seconds > prior().seconds
 	for _, m := range members {
 		m.replica.mu.Lock()
 		m.replica.assumed.rate, m.replica.assumed.bytesPerToken = mean, ratio
-		m.replica.assumed.measured = all.seconds > prior().seconds
+		m.replica.assumed.measured = measured
 		m.replica.assumed.speed = speeds / max(1, fast)
 		m.replica.settle(now)
 		m.replica.mu.Unlock()
